@@ -1,0 +1,1 @@
+"""What runs beside the target: the websocket server, the scheduler, the engines."""

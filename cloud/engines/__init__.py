@@ -1,0 +1,1 @@
+"""Targets behind one small protocol."""

@@ -1,0 +1,1 @@
+"""Draft models behind one small protocol."""

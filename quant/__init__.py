@@ -1,0 +1,1 @@
+"""Making 4-bit drafts: prune, trim the vocabulary, quantise, distil, export, evaluate."""

@@ -1,0 +1,1 @@
+"""What people run: the `paceline` command, the benchmarks, the network lab."""
