@@ -1,0 +1,101 @@
+"""What the scheduler asks of a target, and the walk that engines with logits on the host share.
+
+An engine keeps sequences (its KV cache) under handles. One `verify` call is one step over all sessions given to it: append each
+session's new tokens, run its drafted nodes, walk them along the target's own choices. It knows nothing about sockets, sessions
+or speculation beyond that; the tree's bookkeeping is `paceline.protocol.cloud_session`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.protocol.cloud_session import Plan, Walk
+from paceline.protocol.errors import EngineError
+from paceline.protocol.sampling import History, Sampling, choose, log_softmax
+from paceline.protocol.vocabulary import Vocabulary
+
+Logits = npt.NDArray[np.float32]  # [V], V the number of real tokens
+
+
+@dataclass(frozen=True)
+class Work:
+    """One session's share of a step.
+
+    `tokens` continue the handle's sequence, in order; they are never empty. With `choose`, the target then chooses after the
+    last of them and walks `plan`; without, they are a chunk of a prompt and nothing is chosen.
+    """
+
+    handle: int
+    tokens: tuple[int, ...]
+    plan: Plan
+    sampling: Sampling
+    history: History | None = None  # prompt and committed text; given where the penalties need it
+    logprobs: int | None = None
+    choose: bool = True
+
+
+class Engine(Protocol):
+    """A target. Calls come from one thread at a time."""
+
+    name: str
+    vocabulary: Vocabulary
+    context: int  # tokens a sequence may hold
+    free_width: int  # nodes that a step takes along at no more than 10 % above one row's cost; measured at start
+
+    def open(self, tokens: Sequence[int]) -> int:
+        """A handle for a sequence that will begin with `tokens`. What is cached of them is reused: see `length`.
+
+        Raises EngineError when there is no room for another sequence.
+        """
+        ...
+
+    def length(self, handle: int) -> int:
+        """How many tokens of the sequence are in the cache: the next `Work.tokens` begin there."""
+        ...
+
+    def verify(self, batch: Sequence[Work]) -> Sequence[Walk | EngineError | None]:
+        """One step. Per work: the walk; None if nothing was to be chosen; an EngineError if this session cannot go on.
+
+        Afterwards `length` counts what of (tokens, accepted nodes) stayed in the cache: at most all but the chosen token.
+        """
+        ...
+
+    def close(self, handle: int) -> None:
+        """The session is over. The engine may keep its cache for a later `open` with the same prefix."""
+        ...
+
+
+def walk(work: Work, position: int, logits: Callable[[int], Logits]) -> Walk | EngineError:
+    """The target's walk down `work.plan`. `logits(i)` are those after node i, `logits(-1)` those after the last token.
+
+    `position` is the absolute position of the token chosen first. Only rows on the path are asked for.
+    """
+    children: dict[tuple[int, int], int] = {}
+    for i, (parent, token) in enumerate(zip(work.plan.parents, work.plan.tokens, strict=True)):
+        children.setdefault((parent, token), i)
+    here, accepted, tokens, logprobs = -1, [], [], []
+    while True:
+        row = logits(here)
+        history = work.history.after(tokens) if work.history is not None else None
+        try:
+            token = choose(row, work.sampling, position + len(tokens), history)
+        except FloatingPointError as e:
+            return EngineError(f"{e}; the model or its weights are damaged")
+        if work.logprobs is not None:
+            logprobs.append(top_logprobs(row, token, work.logprobs))
+        below = children.get((here, token))
+        if below is None:
+            return Walk(tuple(accepted), token, tuple(logprobs))
+        accepted.append(below)
+        tokens.append(token)
+        here = below
+
+
+def top_logprobs(row: Logits, chosen: int, count: int) -> tuple[tuple[int, float], ...]:
+    """(token, log-probability) of the chosen token, then of the `count` likeliest, from raw logits [V]."""
+    logp = log_softmax(row)
+    top = np.argsort(-logp, kind="stable")[:count] if count else np.empty(0, dtype=int)
+    return tuple((int(t), round(float(logp[t]), 4)) for t in (chosen, *top))

@@ -1,0 +1,168 @@
+"""The messages of protocol version 1, typed, every field bounded. PROTOCOL.md is the written specification.
+
+Positions: `committed_len`, `base` and the like count generated tokens, the prompt not among them. Times are seconds.
+"""
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta, Struct
+
+from paceline.protocol.errors import Code
+from paceline.protocol.sampling import Sampling, TokenId
+
+VERSION = 1
+SUBPROTOCOL = "paceline.v1"
+
+MAX_OPEN_BYTES = 4 * 1024 * 1024  # `open` carries a whole prompt; the transport's limit for a frame
+MAX_MESSAGE_BYTES = 1024  # what either end sends after `open`, in normal running
+MAX_TOKENS = 1_000_000  # in a prompt, a text, or a limit
+MAX_NODES_A_DRAFT = 128  # nodes in one `draft` message
+MAX_COMMIT = 512  # tokens in one `commit` message
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 64
+NODE_WINDOW = 4096  # a parent lies at most this many node numbers back
+
+Sid = Annotated[int, Meta(ge=0, lt=2**32)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+Number = Annotated[int, Meta(ge=0, lt=2**48)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Name = Annotated[str, Meta(max_length=256)]
+Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Text = Annotated[str, Meta(max_length=2048)]
+Tokens = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
+
+
+class Message(Struct, frozen=True, omit_defaults=True, tag_field="type", tag=str.lower):
+    """One MessagePack map; `type` names the class. Fields at their defaults do not travel; unknown ones are ignored."""
+
+    fits_any_frame: ClassVar[bool] = False
+
+
+# ---- from the edge to the cloud
+
+
+class Hello(Message):
+    versions: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**16)], ...], Meta(min_length=1, max_length=16)]
+    vocabulary: Name  # its name, for messages to people
+    vocabulary_size: Annotated[int, Meta(ge=1, lt=2**31)]
+    fingerprint: Digest
+    agent: Name = ""
+    features: Annotated[tuple[Name, ...], Meta(max_length=32)] = ()
+
+
+class Open(Message):
+    """Start a generation, or go on with one: `held` are the tokens of it that the edge already has."""
+
+    sid: Sid
+    prompt: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
+    sampling: Sampling
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+    stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_IDS)] = ()
+    rule: Annotated[str, Meta(max_length=16)] = "coupled"
+    held: Tokens = ()
+    resume: Annotated[str, Meta(max_length=64)] = ""  # the token `opened` gave, if any
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    fits_any_frame: ClassVar[bool] = True
+
+
+class Draft(Message):
+    """Nodes `first`, `first + 1`, ... of a session's tree.
+
+    `parents[i]` is how many numbers back the parent of node `first + i` lies; 0 means the committed text of length
+    `base_committed_len`. `weights[i]` is -16 ln(probability of the token once its parent was taken), capped at 255.
+    """
+
+    sid: Sid
+    base_committed_len: Count
+    first: Number
+    parents: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=NODE_WINDOW)], ...], Meta(min_length=1, max_length=MAX_NODES_A_DRAFT)
+    ]
+    tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_NODES_A_DRAFT)]
+    weights: Annotated[bytes, Meta(max_length=MAX_NODES_A_DRAFT)] = b""
+
+
+class Cancel(Message):
+    sid: Sid
+
+
+class Ack(Message):
+    sid: Sid
+    committed_len: Count
+
+
+class Ping(Message):
+    time: Seconds
+
+
+# ---- from the cloud to the edge
+
+
+class Welcome(Message):
+    version: Annotated[int, Meta(ge=0, lt=2**16)]
+    model: Name
+    vocabulary_size: Annotated[int, Meta(ge=1, lt=2**31)]
+    fingerprint: Digest
+    context: Count  # tokens a session may hold, prompt and text
+    width: Annotated[int, Meta(ge=0, le=65536)]  # nodes verified in one step, at most
+    nodes: Annotated[int, Meta(ge=1, le=2**20)]  # live nodes a session may hold
+    sessions: Annotated[int, Meta(ge=1, le=2**20)]  # sessions of this connection
+    session_ttl: Seconds  # how long a session outlives its connection
+    verify_floor: Seconds = 0.0  # a step is paced to take at least this long (benchmarks say so)
+
+
+class Opened(Message):
+    sid: Sid
+    committed_len: Count
+    resume: Annotated[str, Meta(max_length=64)]
+    max_tokens: Count  # what is left of the asked-for number after the context was taken into account
+    cached: Count = 0  # prompt tokens that did not have to be computed again
+
+
+class Commit(Message):
+    """Tokens [base, base + len(tokens)) of the text, and figures of the step that chose them."""
+
+    sid: Sid
+    base: Count
+    tokens: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_COMMIT)]
+    accepted: Count = 0  # how many of `tokens` were drafted nodes
+    held: Count = 0  # nodes held when the step began; 0 is a miss
+    verified: Count = 0  # nodes that went through the target
+    stale: Count = 0  # nodes dropped since the last commit because they came late or disagreed
+    step: Seconds = 0.0  # duration of the step
+    finish: Annotated[str, Meta(max_length=16)] = ""  # "stop", "length", "cancelled", or "" (goes on)
+    logprobs: Annotated[
+        tuple[Annotated[tuple[tuple[TokenId, float], ...], Meta(max_length=MAX_LOGPROBS + 1)], ...],
+        Meta(max_length=MAX_COMMIT),
+    ] = ()
+
+    fits_any_frame: ClassVar[bool] = True  # with logprobs, or after a resume
+
+
+class Error(Message):
+    code: Code
+    message: Text
+    sid: Sid | None = None
+    retryable: bool = False
+    retry_after: Seconds | None = None
+
+    fits_any_frame: ClassVar[bool] = True
+
+
+class Goaway(Message):
+    reason: Text
+    drain: Seconds = 0.0  # running sessions may go on for this long
+
+
+class Pong(Message):
+    time: Seconds
+
+
+FromEdge = Hello | Open | Draft | Cancel | Ack | Ping
+FromCloud = Welcome | Opened | Commit | Error | Goaway | Pong
+TYPES: dict[str, type[Message]] = {
+    c.__name__.lower(): c for c in (Hello, Open, Draft, Cancel, Ack, Ping, Welcome, Opened, Commit, Error, Goaway, Pong)
+}
+FROM_EDGE = frozenset({"hello", "open", "draft", "cancel", "ack", "ping"})
+FROM_CLOUD = frozenset({"welcome", "opened", "commit", "error", "goaway", "pong"})

@@ -1,0 +1,166 @@
+"""The speculation tree: an arena of parallel lists that grows at its leaves and is eaten at its root.
+
+The root stands for the last committed token. `add` appends a child, `advance` moves the root along tokens that were committed
+and drops what disagrees, `best` picks a connected subtree for verification. Ids are handed out once and never reused, parents
+always come before children. Knows nothing about messages, models or who is at which end.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+
+
+class State(IntEnum):
+    LIVE = 0  # below the root, or the root itself
+    COMMITTED = 1  # on the committed path, above the root
+    DEAD = 2  # the target went another way
+
+
+class Tree:
+    """Nodes by id. `position` of a node is the index of its token in the generated text; the root of an empty text has -1."""
+
+    def __init__(self, root_token: int, root_position: int = -1) -> None:
+        self._first = 0  # id of the first node still kept
+        self._parent: list[int] = []
+        self._token: list[int] = []
+        self._position: list[int] = []
+        self._weight: list[float] = []
+        self._state: list[State] = []
+        self._children: list[list[int]] = []
+        self.root = self._append(-1, root_token, root_position, 0.0)
+        self._live = 1
+
+    def __len__(self) -> int:
+        """Number of live nodes below the root."""
+        return self._live - 1
+
+    @property
+    def next_id(self) -> int:
+        return self._first + len(self._parent)
+
+    def token(self, node: int) -> int:
+        return self._token[node - self._first]
+
+    def position(self, node: int) -> int:
+        return self._position[node - self._first]
+
+    def parent(self, node: int) -> int:
+        return self._parent[node - self._first]
+
+    def weight(self, node: int) -> float:
+        """Log-probability that the target walks from the root's start of counting to this node (see `reach`)."""
+        return self._weight[node - self._first]
+
+    def children(self, node: int) -> Sequence[int]:
+        return self._children[node - self._first]
+
+    def state(self, node: int) -> State:
+        """State of a node; those so old that they were let go are DEAD."""
+        return self._state[node - self._first] if node >= self._first else State.DEAD
+
+    def child(self, node: int, token: int) -> int | None:
+        return next((c for c in self.children(node) if self.token(c) == token), None)
+
+    def reach(self, node: int) -> float:
+        """Log-probability that the target walks through `node`, given that it stands at the root."""
+        return self.weight(node) - self.weight(self.root)
+
+    def add(self, parent: int, token: int, log_probability: float = 0.0) -> int:
+        """A new child of a live node; `log_probability` is that of taking it once its parent was taken."""
+        assert self.state(parent) is State.LIVE, "children grow on live nodes only"
+        node = self._append(parent, token, self.position(parent) + 1, self.weight(parent) + log_probability)
+        self._children[parent - self._first].append(node)
+        self._live += 1
+        return node
+
+    def advance(self, tokens: Sequence[int]) -> list[int]:
+        """Move the root along committed `tokens`. Returns the nodes that were walked through, in order.
+
+        If the tokens leave the tree, everything in it is dropped and the new root is a fresh node.
+        """
+        walked: list[int] = []
+        node, position = self.root, self.position(self.root) + len(tokens)
+        for token in tokens:
+            child = self.child(node, token)
+            if child is None:
+                break
+            walked.append(node := child)
+        old, kept = self.root, len(walked) == len(tokens)
+        if not kept:
+            node = self._append(-1, tokens[-1], position, 0.0)
+        self._move_root(old, node, walked)
+        return walked
+
+    def subtree(self, node: int) -> Iterator[int]:
+        """`node` and everything below it, parents first."""
+        stack = [node]
+        while stack:
+            yield (node := stack.pop())
+            stack.extend(self.children(node))
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from just below the root down to `node`."""
+        out = []
+        while node != self.root:
+            out.append(node)
+            node = self.parent(node)
+        return out[::-1]
+
+    def best(self, limit: int, exclude_from: int | None = None) -> list[int]:
+        """The connected subtree of at most `limit` nodes below the root with the largest summed probability.
+
+        Weights never rise along a path, so best-first search finds it. Nodes at text positions from `exclude_from` on are
+        left out. The order is depth first, likeliest child first: the likeliest chain comes first, in one piece.
+        """
+        chosen: set[int] = set()
+        heap = [(-self.weight(c), c) for c in self.children(self.root)]
+        heapq.heapify(heap)
+        while heap and len(chosen) < limit:
+            _, node = heapq.heappop(heap)
+            if exclude_from is not None and self.position(node) >= exclude_from:
+                continue
+            chosen.add(node)
+            for c in self.children(node):
+                heapq.heappush(heap, (-self.weight(c), c))
+        return list(self._depth_first(chosen))
+
+    def _depth_first(self, chosen: set[int]) -> Iterator[int]:
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            if node != self.root:
+                yield node
+            below = [c for c in self.children(node) if c in chosen]
+            stack.extend(sorted(below, key=lambda c: (self.weight(c), -c)))
+
+    def _append(self, parent: int, token: int, position: int, weight: float) -> int:
+        self._parent.append(parent)
+        self._token.append(token)
+        self._position.append(position)
+        self._weight.append(weight)
+        self._state.append(State.LIVE)
+        self._children.append([])
+        return self.next_id - 1
+
+    def _move_root(self, old: int, new: int, walked: Iterable[int]) -> None:
+        live = set(self.subtree(new))
+        for node in self.subtree(old):
+            if node not in live:
+                self._state[node - self._first] = State.DEAD
+        for node in (old, *walked):
+            self._state[node - self._first] = State.COMMITTED
+        self._state[new - self._first] = State.LIVE
+        self.root, self._live = new, len(live)
+
+    def forget(self, before_position: int) -> None:
+        """Let go of the leading nodes that are not live and whose position lies before `before_position`."""
+        n = 0
+        while (
+            n < len(self._state)
+            and self._state[n] is not State.LIVE
+            and (self._state[n] is State.DEAD or self._position[n] < before_position)
+        ):
+            n += 1
+        for column in (self._parent, self._token, self._position, self._weight, self._state, self._children):
+            del column[:n]  # type: ignore[attr-defined]
+        self._first += n
