@@ -11,7 +11,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
 from paceline.protocol.sampling import History, Sampling, choose, log_softmax
@@ -76,7 +75,10 @@ def walk(work: Work, position: int, logits: Callable[[int], Logits]) -> Walk | E
     children: dict[tuple[int, int], int] = {}
     for i, (parent, token) in enumerate(zip(work.plan.parents, work.plan.tokens, strict=True)):
         children.setdefault((parent, token), i)
-    here, accepted, tokens, logprobs = -1, [], [], []
+    accepted: list[int] = []
+    tokens: list[int] = []
+    logprobs: list[tuple[tuple[int, float], ...]] = []
+    here = -1
     while True:
         row = logits(here)
         history = work.history.after(tokens) if work.history is not None else None

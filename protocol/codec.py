@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import msgpack
 import msgspec
-
 from paceline.protocol.errors import Code, PacelineError, ProtocolError
 from paceline.protocol.messages import FROM_CLOUD, FROM_EDGE, MAX_OPEN_BYTES, MAX_TOKENS, TYPES, Message
 

@@ -6,7 +6,6 @@ Positions: `committed_len`, `base` and the like count generated tokens, the prom
 from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
-
 from paceline.protocol.errors import Code
 from paceline.protocol.sampling import Sampling, TokenId
 
@@ -41,7 +40,7 @@ class Message(Struct, frozen=True, omit_defaults=True, tag_field="type", tag=str
 # ---- from the edge to the cloud
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     versions: Annotated[tuple[Annotated[int, Meta(ge=0, lt=2**16)], ...], Meta(min_length=1, max_length=16)]
     vocabulary: Name  # its name, for messages to people
     vocabulary_size: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -50,7 +49,7 @@ class Hello(Message):
     features: Annotated[tuple[Name, ...], Meta(max_length=32)] = ()
 
 
-class Open(Message):
+class Open(Message, frozen=True):
     """Start a generation, or go on with one: `held` are the tokens of it that the edge already has."""
 
     sid: Sid
@@ -66,7 +65,7 @@ class Open(Message):
     fits_any_frame: ClassVar[bool] = True
 
 
-class Draft(Message):
+class Draft(Message, frozen=True):
     """Nodes `first`, `first + 1`, ... of a session's tree.
 
     `parents[i]` is how many numbers back the parent of node `first + i` lies; 0 means the committed text of length
@@ -83,23 +82,23 @@ class Draft(Message):
     weights: Annotated[bytes, Meta(max_length=MAX_NODES_A_DRAFT)] = b""
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     sid: Sid
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     sid: Sid
     committed_len: Count
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     time: Seconds
 
 
 # ---- from the cloud to the edge
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     version: Annotated[int, Meta(ge=0, lt=2**16)]
     model: Name
     vocabulary_size: Annotated[int, Meta(ge=1, lt=2**31)]
@@ -112,7 +111,7 @@ class Welcome(Message):
     verify_floor: Seconds = 0.0  # a step is paced to take at least this long (benchmarks say so)
 
 
-class Opened(Message):
+class Opened(Message, frozen=True):
     sid: Sid
     committed_len: Count
     resume: Annotated[str, Meta(max_length=64)]
@@ -120,7 +119,7 @@ class Opened(Message):
     cached: Count = 0  # prompt tokens that did not have to be computed again
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Tokens [base, base + len(tokens)) of the text, and figures of the step that chose them."""
 
     sid: Sid
@@ -140,7 +139,7 @@ class Commit(Message):
     fits_any_frame: ClassVar[bool] = True  # with logprobs, or after a resume
 
 
-class Error(Message):
+class Error(Message, frozen=True):
     code: Code
     message: Text
     sid: Sid | None = None
@@ -150,12 +149,12 @@ class Error(Message):
     fits_any_frame: ClassVar[bool] = True
 
 
-class Goaway(Message):
+class Goaway(Message, frozen=True):
     reason: Text
     drain: Seconds = 0.0  # running sessions may go on for this long
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     time: Seconds
 
 

@@ -19,7 +19,6 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Struct
-
 from paceline.protocol.philox import GUMBEL_MAX, Floats, Ids, gumbel
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy: dividing by them would overflow

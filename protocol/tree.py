@@ -162,5 +162,5 @@ class Tree:
         ):
             n += 1
         for column in (self._parent, self._token, self._position, self._weight, self._state, self._children):
-            del column[:n]  # type: ignore[attr-defined]
+            del column[:n]
         self._first += n

@@ -7,7 +7,6 @@ bookkeeping shows as wrong text.
 from collections.abc import Sequence
 
 import numpy as np
-
 from paceline.cloud.engine import Logits, Work, walk
 from paceline.protocol.cloud_session import Walk
 from paceline.protocol.errors import EngineError
