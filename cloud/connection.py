@@ -3,8 +3,9 @@
     connection = Connection(channel, house)
     await connection.serve()      # until the edge goes
 
-A frame that breaks the protocol is answered with an error and, where it concerns one session, ends that one; only a wrong version
-or vocabulary ends the connection. When the edge goes, its sessions wait in the house for `session_ttl` to be resumed.
+A frame that breaks the protocol is answered with an error and, where it concerns one session, ends that one; only a
+wrong version or vocabulary ends the connection. When the edge goes, its sessions wait in the house for `session_ttl`
+to be resumed.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Which sessions and nodes go into the next step.
 
-One loop, one engine step at a time over every session that has something to do: a plain step for those without nodes, a tree
-for those with, a chunk of the prompt for those being prefilled. Sessions take turns at being first when rows are short. How many
-nodes a step takes along is the number that makes expected tokens per second largest, from the nodes' probabilities and the
-measured cost of a step. Sockets and messages are the server's business.
+One loop, one engine step at a time over every session that has something to do: a plain step for those without nodes,
+a tree for those with, a chunk of the prompt for those being prefilled. Sessions take turns at being first when rows
+are short. How many nodes a step takes along is the number that makes expected tokens per second largest, from the
+nodes' probabilities and the measured cost of a step. Sockets and messages are the server's business.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from paceline.cloud.cost import StepCost, best_width
 from paceline.cloud.engine import Engine, Work
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
+from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
 from paceline.protocol.messages import Commit
 
@@ -161,7 +161,8 @@ class Scheduler:
         offers = {seat: seat.session.plan(self.width) for seat in seats}
         reach = [(seat.session.tree.reach(n), seat) for seat, plan in offers.items() for n in plan.nodes]
         reach.sort(key=lambda r: -r[0])
-        count = best_width([r for r, _ in reach[: self.width]], len(seats), rows, self._cost, self.floor)
+        gains = [r for r, _ in reach[: self.width]]
+        count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
         taken = dict.fromkeys(offers, 0)
         for _, seat in reach[:count]:
             taken[seat] += 1

@@ -1,7 +1,7 @@
 """llama.cpp as this project sees it: a model with its vocabulary, and a context that decodes rows of tokens.
 
-Wraps the low-level ctypes interface of llama-cpp-python; the calls release the GIL. Knows nothing about drafts, targets or trees:
-a row is (token, position, the sequence ids its KV cell belongs to, whether its logits are wanted).
+Wraps the low-level ctypes interface of llama-cpp-python; the calls release the GIL. Knows nothing about drafts,
+targets or trees: a row is (token, position, the sequence ids its KV cell belongs to, whether its logits are wanted).
 """
 
 import ctypes
@@ -113,10 +113,10 @@ class Model:
 class Context:
     """One unified KV cache of `cells` cells, shared by up to `sequences` sequence ids.
 
-    With `exact`, a row's bits do not depend on which rows are in the batch with it, as long as the cells of its sequence lie
-    in the order of positions. It keeps V in float32, for which llama.cpp's CPU code has one attention loop, cell by cell; with
-    K and V of one type it has three (cell by cell, tiled from 64 rows on, split over threads for one row from 512 cells on)
-    that round differently.
+    With `exact`, a row's bits do not depend on which rows are in the batch with it, as long as the cells of its
+    sequence lie in the order of positions. It keeps V in float32, for which llama.cpp's CPU code has one attention
+    loop, cell by cell; with K and V of one type it has three (cell by cell, tiled from 64 rows on, split over threads
+    for one row from 512 cells on) that round differently.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """The cloud's side of one generation, without I/O: what was committed, the tree of what the edge drafted, when to stop.
 
-    session = CloudSession(open_message, limits, resume_token)     # or ProtocolError
-    session.receive(draft_message)                                 # grows the tree, or ProtocolError
-    plan = session.plan(width)                                     # the nodes to verify in the next step
-    commit = session.apply(plan, walk)                             # what the target chose: the tree is eaten, tokens are final
+    session = CloudSession(open_message, limits, resume_token)     # or ProtocolError session.receive(draft_message)
+    # grows the tree, or ProtocolError plan = session.plan(width)                                     # the nodes to
+    verify in the next step commit = session.apply(plan, walk)                             # what the target chose:
+    the tree is eaten, tokens are final
 
-Why the text cannot depend on the tree. The target's choice at a position is a pure function of its logits there and of
-(seed, position); `walk` follows a drafted node only where its token *equals* that choice. So `apply` commits the target's own
-choices, as many as it could read off in one step: the tree decides how many, never which.
+Why the text cannot depend on the tree. The target's choice at a position is a pure function of its logits there and
+of (seed, position); `walk` follows a drafted node only where its token *equals* that choice. So `apply` commits the
+target's own choices, as many as it could read off in one step: the tree decides how many, never which.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,8 @@ class Plan:
 class Walk:
     """The target's walk: which nodes of the plan it went through, and the token it chose at the end of them.
 
-    `logprobs[k]`, if asked for, are (token, log-probability) pairs for the k-th token committed: the chosen one, then the top.
+    `logprobs[k]`, if asked for, are (token, log-probability) pairs for the k-th token committed: the chosen one, then
+    the top.
     """
 
     accepted: tuple[int, ...]

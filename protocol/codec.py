@@ -1,7 +1,8 @@
 """Frames to messages and back: msgpack with its limits on, then typed validation by msgspec.
 
-Every way a frame can be wrong is a ProtocolError with a code: not MessagePack (bad_frame), too large (too_large), a type that
-is not known or travels the other way (unknown_type), a field that is missing, of the wrong type or out of bounds (bad_message).
+Every way a frame can be wrong is a ProtocolError with a code: not MessagePack (bad_frame), too large (too_large), a
+type that is not known or travels the other way (unknown_type), a field that is missing, of the wrong type or out of
+bounds (bad_message).
 """
 
 import re

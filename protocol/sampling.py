@@ -2,12 +2,12 @@
 
     token = argmax over v of  log p_v + G(seed, position, v)
 
-with G Gumbel noise (`philox`) and p the softmax of the logits after, in this order: logit bias, repetition, presence and
-frequency penalties, temperature, top-k, top-p, min-p. That is the order of vLLM and of the OpenAI API; llama.cpp applies the
-temperature last, which `temperature_last` asks for. Temperature 0 (below 1e-5) is the plain argmax of the adjusted logits.
-Because the noise is tied to the position, the target's text is a function of (prompt, parameters): it cannot depend on what
-was drafted, and a device that knows the seed ranks its own logits by the very same noise ("Gumbel coupling", Daliri, Musco and
-Suresh, arXiv 2408.07978; DESIGN and tests call it the coupled rule).
+with G Gumbel noise (`philox`) and p the softmax of the logits after, in this order: logit bias, repetition, presence
+and frequency penalties, temperature, top-k, top-p, min-p. That is the order of vLLM and of the OpenAI API; llama.cpp
+applies the temperature last, which `temperature_last` asks for. Temperature 0 (below 1e-5) is the plain argmax of the
+adjusted logits. Because the noise is tied to the position, the target's text is a function of (prompt, parameters):
+it cannot depend on what was drafted, and a device that knows the seed ranks its own logits by the very same noise
+("Gumbel coupling", Daliri, Musco and Suresh, arXiv 2408.07978; DESIGN and tests call it the coupled rule).
 
 Filters keep ties, so that the set kept does not depend on a sort's whims. Arithmetic is float64 over float32 logits.
 """
@@ -89,8 +89,8 @@ def rank(
 ) -> tuple[Ids, Floats]:
     """The `count` best tokens in order, and their scores: the first is what `choose` returns, the rest are runners-up.
 
-    The scores are log-probabilities up to a constant, plus noise where the temperature is not zero, on the scale of the
-    distribution sampled from. Fewer come back where the filters leave fewer.
+    The scores are log-probabilities up to a constant, plus noise where the temperature is not zero, on the scale of
+    the distribution sampled from. Fewer come back where the filters leave fewer.
     """
     x = adjusted(logits, params, history)
     _demand_finite(float(x.max()))
@@ -166,8 +166,8 @@ def _top_p_threshold(x: Floats, top_p: float) -> float:
 def _perturb(ids: Ids, x: Floats, seed: int, position: int, count: int) -> tuple[Ids, Floats]:
     """Log-probabilities plus noise, for those tokens alone that can still be among the `count` best.
 
-    No noise exceeds GUMBEL_MAX, so a token that lies further than that below the count-th best score of the likeliest few
-    cannot win, and its noise need not be drawn. The result is exact; it only saves work.
+    No noise exceeds GUMBEL_MAX, so a token that lies further than that below the count-th best score of the likeliest
+    few cannot win, and its noise need not be drawn. The result is exact; it only saves work.
     """
     head = max(_HEAD, count)
     if len(ids) > 4 * head:

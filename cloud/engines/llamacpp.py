@@ -1,11 +1,11 @@
 """Any GGUF as the target, through llama.cpp: one context per sequence, trees by sequence ids, cells in the order of positions.
 
-Exactness. llama.cpp's CPU attention visits the cells of the cache in order and skips those of other sequences, so a row's logits
-have the same bits alone and in a tree, as long as the cells of its sequence lie in the order of positions and a batch has
-fewer than 64 rows. Two things follow. Each sequence has a context of its own: another session's holes are never filled by this
-one's tokens. And after a step only those accepted nodes stay whose cells follow the text without a gap (the likeliest chain is
-first in the batch, so they usually all do); the others' tokens run again, in order, with the next step. `keep_order=False`
-switches that off, to show that it matters.
+Exactness. llama.cpp's CPU attention visits the cells of the cache in order and skips those of other sequences, so a
+row's logits have the same bits alone and in a tree, as long as the cells of its sequence lie in the order of
+positions and a batch has fewer than 64 rows. Two things follow. Each sequence has a context of its own: another
+session's holes are never filled by this one's tokens. And after a step only those accepted nodes stay whose cells
+follow the text without a gap (the likeliest chain is first in the batch, so they usually all do); the others' tokens
+run again, in order, with the next step. `keep_order=False` switches that off, to show that it matters.
 """
 
 import time
@@ -17,6 +17,7 @@ from paceline.cloud.engine import Work, walk
 from paceline.kernels.llama import Context, Model, default_threads
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
+from paceline.protocol.tokens import common_prefix
 from paceline.protocol.vocabulary import Vocabulary
 
 ROWS = 48  # rows in one llama.cpp batch: below the 64 from which its attention rounds differently
@@ -61,7 +62,7 @@ class LlamaEngine:
 
     def open(self, tokens: Sequence[int]) -> int:
         slot = self._pick(tokens)
-        keep = _common_prefix(slot.tokens, tokens)
+        keep = common_prefix(slot.tokens, tokens)
         if keep < len(slot.tokens):
             slot.context.drop(0, keep)
             del slot.tokens[keep:]
@@ -145,8 +146,8 @@ class LlamaEngine:
     def _pick(self, tokens: Sequence[int]) -> Slot:
         """The idle slot that shares the longest prefix; an unused one if none shares any."""
         idle = [s for s in self._slots if not s.busy]
-        best = max(idle, key=lambda s: (_common_prefix(s.tokens, tokens), -s.used), default=None)
-        if best is not None and _common_prefix(best.tokens, tokens) > 0:
+        best = max(idle, key=lambda s: (common_prefix(s.tokens, tokens), -s.used), default=None)
+        if best is not None and common_prefix(best.tokens, tokens) > 0:
             return best
         if len(self._slots) < self._limit:
             cells = self.context + ROWS
@@ -194,12 +195,3 @@ def _depths(plan: Plan) -> list[int]:
     for parent in plan.parents:
         depths.append(1 + (depths[parent] if parent >= 0 else 0))
     return depths
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    n = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        n += 1
-    return n

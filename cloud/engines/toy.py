@@ -1,7 +1,7 @@
 """A target small enough to reason about: logits from a hash of the last tokens, in float64, exact whatever the batch.
 
-For tests of everything around an engine. It answers from the sequence it was given, never from the caller's books, so wrong
-bookkeeping shows as wrong text.
+For tests of everything around an engine. It answers from the sequence it was given, never from the caller's books, so
+wrong bookkeeping shows as wrong text.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,10 @@
-"""What a step costs, and how many drafted nodes are worth taking along.
+"""What a batch of rows costs, and how many rows are worth taking along: the same question at both ends.
 
-A step over n rows takes about a + b (n - 1) seconds. The line starts from the engine's own measurement and follows what steps
-really take. A step over one session's last token yields one token; each node taken along adds the probability that the target
-walks through it. So the best number of nodes is the one that makes (expected tokens) / (seconds) largest, where a paced step
-takes at least `floor`. On a GPU, where rows are nearly free, that is the engine's free width; on a CPU it is what pays.
+A model's step over n rows takes about a + b (n - 1) seconds. The line starts from a measurement and follows what
+steps really take. The best number of optional rows makes (expected gain) / (seconds) largest. At the cloud the gain
+is tokens: one for each session, plus the probability of each drafted node taken along, and a paced step takes at
+least `floor`. At the edge it is the usefulness of the nodes run. Where rows are nearly free that is the free width of
+the hardware; on a CPU it is what pays.
 """
 
 import math
@@ -44,12 +45,16 @@ class StepCost:
         self._xy += x * y
 
 
-def best_width(reach: Sequence[float], sessions: int, rows: int, cost: StepCost, floor: float) -> int:
-    """How many of the nodes to take, given their log-probabilities `reach`, likeliest first, beside `rows` other rows."""
-    best, most, expected = 0, sessions / max(cost(max(rows, 1)), floor, MIN_SECONDS), float(sessions)
-    for n, r in enumerate(reach, 1):
-        expected += math.exp(r)
-        rate = expected / max(cost(rows + n), floor, MIN_SECONDS)
-        if rate > most:
-            best, most = n, rate
+def best_count(
+    gains: Sequence[float], cost: StepCost, *, base_gain: float = 0.0, base_rows: int = 0, floor: float = 0.0
+) -> int:
+    """How many of the optional rows to take, given their log-gains, best first, beside `base_rows` rows worth `base_gain`."""
+    best, rate, total = 0, 0.0, base_gain
+    if base_rows:
+        rate = base_gain / max(cost(base_rows), floor, MIN_SECONDS)
+    for n, gain in enumerate(gains, 1):
+        total += math.exp(gain)
+        now = total / max(cost(base_rows + n), floor, MIN_SECONDS)
+        if now > rate:
+            best, rate = n, now
     return best
