@@ -14,12 +14,13 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
 import requests
-from paceline.quant.landing import disk_errors, landing
+from paceline.quant.landing import DiskError, disk_errors, landing
 from paceline.scripts.downloads import DownloadError, RefusedError, Report, check, download, silent
 
 #: From this version on, `--dry-run` with fast-deps reads a few kilobytes of a wheel instead of all of it.
@@ -133,7 +134,10 @@ def _copy(source: Path, target: Path, wheel: Wheel) -> None:
 
 
 def _pip_version() -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", _pip("--version"))[:2])
+    try:
+        return tuple(int(number) for number in re.findall(r"\d+", version("pip"))[:2])
+    except PackageNotFoundError:
+        return (0,)  # `_pip` says what is missing
 
 
 def _pip(*arguments: str, wanted: str = "") -> str:
@@ -141,6 +145,8 @@ def _pip(*arguments: str, wanted: str = "") -> str:
         [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments],
         capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
+    if "[Errno 28]" in done.stderr or "[Errno 27]" in done.stderr:
+        raise DiskError(f"The disk is full where pip works, {tempfile.gettempdir()}: make room there, or set TMPDIR.")
     if done.returncode:
         raise DownloadError(_pip_failure(done.stderr, wanted))
     return done.stdout
