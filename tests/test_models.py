@@ -345,7 +345,7 @@ def test_the_hub_offline(tmp_path: Path) -> None:
     for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
         done = resolve_offline("hf:org/name", tmp_path, **environment)
         assert "DownloadError: Cannot reach the Hugging Face hub, and hf:org/name is not in its cache" in done.stderr
-    assert "UnknownModelError: hf:a/b/c is no name of the hub" in resolve_offline("hf:a/b/c", tmp_path).stderr
+    assert "UnknownModelError: hf:a/b/c is not a name on the hub" in resolve_offline("hf:a/b/c", tmp_path).stderr
 
 
 def test_a_model_in_the_hubs_cache_needs_no_network(tmp_path: Path) -> None:
