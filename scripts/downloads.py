@@ -26,7 +26,7 @@ class DownloadError(PacelineError):
 
 
 class RefusedError(DownloadError):
-    """The server answered, and said no."""
+    """The server, its certificate or a proxy said no; another client may have what is asked for."""
 
 
 def silent(done: int, total: int) -> None:
@@ -80,6 +80,8 @@ def _fill(url: str, part: Path, session: requests.Session, size: int, report: Re
             part.unlink()
         try:
             _append(url, part, session, size, report)
+        except (requests.exceptions.SSLError, requests.exceptions.ProxyError) as error:
+            raise RefusedError(f"No trusted way to {_host(url)}: {_cause(error)}.") from error
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             idle = 0 if held(part) > before else idle + 1
             if idle == _TRIES:

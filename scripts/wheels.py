@@ -51,7 +51,7 @@ def fetch_wheel(wheel: Wheel, folder: Path, report: Report = silent) -> Path:
     try:
         with _session(settings, url) as session:
             download(url, target, sha256=wheel.sha256, size=wheel.size, session=session, report=report)
-    except (RefusedError, requests.exceptions.SSLError):
+    except RefusedError:
         _by_pip(wheel, target)
     report(wheel.size, wheel.size)
     return target
@@ -109,7 +109,8 @@ def _session(settings: dict[str, str], url: str) -> requests.Session:
 
 def _credentials(settings: dict[str, str], url: str) -> tuple[str, str] | None:
     """The user and password that an index address on the same host carries; pip's report leaves them out."""
-    for index in (settings.get("index-url", "") + " " + settings.get("extra-index-url", "")).split():
+    places = (settings.get(name, "") for name in ("index-url", "extra-index-url", "find-links"))
+    for index in " ".join(places).split():
         parts = urlsplit(index)
         if parts.username and parts.hostname == urlsplit(url).hostname:
             return unquote(parts.username), unquote(parts.password or "")

