@@ -5,6 +5,8 @@ A model is named by alias (`smollm2`), by the path of a GGUF file or a Hugging F
 """
 
 import difflib
+import hashlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 from paceline.protocol.errors import PacelineError
-from paceline.quant.landing import disk_errors, require_space
+from paceline.quant.landing import disk_errors, landing, require_space
 from paceline.quant.vocab import MAGIC, CorruptModelError
 from paceline.scripts.catalogue import MODELS, PAIRS, Model, PairRecipe
 from paceline.scripts.downloads import DownloadError, Report, check, held, silent
@@ -111,11 +113,29 @@ def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
     # The name carries the start of the target's hash: a draft of another target is never taken for this one's.
     draft = target.with_name(f"{target.stem}.{model.sha256[:8]}.{recipe.draft}.gguf")
     with disk_errors(target.parent), FileLock(draft.with_name(f"{draft.name}.lock")):
-        if not draft.exists():
+        if not _as_noted(draft):
             from paceline.quant.requantise import requantise
 
             requantise(target, draft, recipe.draft, threads=threads)
+            _note(draft, model)
     return draft
+
+
+def _note(draft: Path, model: Model) -> None:
+    """Write down beside `draft` what it is and was made from: the quantiser's output is not known beforehand."""
+    with draft.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    note = {"source": model.filename, "source_sha256": model.sha256, "size": held(draft), "sha256": digest}
+    with landing(draft.with_suffix(".json")) as part:
+        part.write_text(json.dumps(note, indent=2) + "\n")
+
+
+def _as_noted(draft: Path) -> bool:
+    """Whether `draft` is there, in the size its note gives. Without a note it may have been left by a killed run."""
+    try:
+        return held(draft) == int(json.loads(draft.with_suffix(".json").read_text())["size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _whole(target: Path, model: Model, verify: bool) -> bool:
