@@ -42,7 +42,10 @@ class Engine(Protocol):
     name: str
     vocabulary: Vocabulary
     context: int  # tokens a sequence may hold
-    free_width: int  # nodes that a step takes along at no more than 10 % above one row's cost; measured at start
+    max_width: int  # nodes a step can take along, over all sessions
+    chunk: int  # prompt tokens a step takes along, over all sessions
+    step_cost: Sequence[tuple[int, float]]  # (rows, seconds of a step), measured at start
+    free_width: int  # nodes that a step takes along at no more than 10 % above one row's cost; from `step_cost`
 
     def open(self, tokens: Sequence[int]) -> int:
         """A handle for a sequence that will begin with `tokens`. What is cached of them is reused: see `length`.

@@ -202,9 +202,28 @@ class CloudSession:
         )
 
     def catch_up(self, held: int) -> list[Commit]:
-        """Commits that bring an edge which holds `held` tokens up to date."""
+        """Commits that bring an edge which holds `held` tokens up to date, the last one with how the session ended."""
         ranges = range(held, len(self.committed), MAX_COMMIT)
-        return [Commit(sid=self.sid, base=i, tokens=tuple(self.committed[i : i + MAX_COMMIT])) for i in ranges]
+        out = [Commit(sid=self.sid, base=i, tokens=tuple(self.committed[i : i + MAX_COMMIT])) for i in ranges]
+        if self.finish:
+            last = out.pop() if out else Commit(sid=self.sid, base=held, tokens=())
+            out.append(Commit(sid=self.sid, base=last.base, tokens=last.tokens, finish=self.finish))
+        return out
+
+    def continues(self, opened: Open) -> bool:
+        """Whether `opened` asks to go on with this very generation."""
+        return (
+            opened.prompt == self.prompt
+            and opened.sampling == self.sampling
+            and opened.max_tokens >= self.max_tokens
+            and self.committed[: len(opened.held)] == list(opened.held)
+        )
+
+    def reattach(self, opened: Open) -> None:
+        """Go on under a new session number, for an edge that holds `opened.held` and numbers its nodes from zero."""
+        self.sid = opened.sid
+        self.acknowledged = len(opened.held)
+        self._restart_tree()
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
         """`tokens` up to the first stop token or the limit, whichever comes first; a stop on the limit counts as a stop."""

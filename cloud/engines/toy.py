@@ -20,7 +20,9 @@ class ToyEngine:
         self.name = "toy"
         self.vocabulary = Vocabulary.of("toy", toy_tokens(vocabulary_size))
         self.context = context
-        self.free_width = 64
+        self.max_width = self.free_width = 64
+        self.chunk = 256
+        self.step_cost = [(1, 1e-4)]
         self._seed, self._sharpness = seed, sharpness
         self._sequences: dict[int, list[int]] = {}
         self._next = 0
