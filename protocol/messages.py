@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_TEXT = 2048  # characters of a sentence for people
 NODE_WINDOW = 4096  # a parent lies at most this many node numbers back
+WEIGHT_UNIT = 1 / 16  # nats a step of the one-byte weights of a draft
 
 Sid = Annotated[int, Meta(ge=0, lt=2**32)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
