@@ -178,28 +178,28 @@ class Connection:
         if len(self._seats) >= self._house.sessions:
             text = f"this connection has {len(self._seats)} sessions open, its limit"
             raise ProtocolError(Code.SESSION_LIMIT, text, opened.sid, retry_after=1.0)
-        session = self._resumed(opened) or self._new_session(opened)
+        session, missed = self._resumed(opened)
         seat = Seat(session, on_commit=self._commit, on_error=self._failed)
         self._seats[opened.sid] = seat
         self._last_sid = opened.sid
         committed, left = len(session.committed), session.max_tokens
         self._send(Opened(sid=opened.sid, committed_len=committed, resume=session.resume_token, max_tokens=left))
-        for commit in session.catch_up(len(opened.held)):
+        for commit in missed:
             self._commit(commit)
         if not session.finish:
             self._house.scheduler.add(seat)
 
-    def _new_session(self, opened: Open) -> CloudSession:
-        limits = Limits(self._house.vocabulary.size, self._house.context, self._house.nodes)
-        return CloudSession(opened, limits, secrets.token_urlsafe(16))
+    def _resumed(self, opened: Open) -> tuple[CloudSession, list[Commit]]:
+        """The very session this edge had before its link was cut, if it still waits; a new one otherwise.
 
-    def _resumed(self, opened: Open) -> CloudSession | None:
-        """The very session this edge had before its link was cut, if it still waits and agrees with what the edge holds."""
+        With the commits that tell the edge what it missed.
+        """
         session = self._house.take(opened.resume) if opened.resume else None
-        if session is None or not session.continues(opened):
-            return None
-        session.reattach(opened)
-        return session
+        if session is not None and session.continues(opened):
+            return session, session.resume(opened)
+        limits = Limits(self._house.vocabulary.size, self._house.context, self._house.nodes)
+        session = CloudSession(opened, limits, secrets.token_urlsafe(16))
+        return session, session.catch_up(len(opened.held))
 
     def _receive(self, draft: Draft) -> None:
         """Nodes of a session that has just ended are no fault: they were on their way."""
