@@ -17,7 +17,7 @@ from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
-from paceline.protocol.errors import FATAL, Code, ProtocolError
+from paceline.protocol.errors import FATAL, HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import (
     VERSION,
     Ack,
@@ -239,7 +239,7 @@ class Connection:
                 retry_after=error.retry_after,
             )
         )
-        if error.sid in self._seats and error.code is not Code.DUPLICATE_SESSION:
+        if error.sid in self._seats and error.code not in HARMLESS | {Code.DUPLICATE_SESSION}:
             self._release(self._seats[error.sid], keep=error.retryable)
 
     def _release(self, seat: Seat, *, keep: bool) -> None:

@@ -44,11 +44,15 @@ class Engine(Protocol):
     context: int  # tokens a sequence may hold
     max_width: int  # nodes a step can take along, over all sessions
     chunk: int  # prompt tokens a step takes along, over all sessions
-    step_cost: Sequence[tuple[int, float]]  # (rows, seconds of a step), measured at start
-    free_width: int  # nodes that a step takes along at no more than 10 % above one row's cost; from `step_cost`
+    free_width: int  # nodes that a step takes along at no more than 10 % above one row's cost; measured at start
+
+    @property
+    def step_cost(self) -> Sequence[tuple[int, float]]:
+        """(rows, seconds of a step), measured at start."""
+        ...
 
     def open(self, tokens: Sequence[int]) -> int:
-        """A handle for a sequence that will begin with `tokens`. What is cached of them is reused: see `length`.
+        """A handle for a sequence that will begin with `tokens`. What is cached of them is reused, but for the last one.
 
         Raises EngineError when there is no room for another sequence.
         """

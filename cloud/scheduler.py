@@ -144,6 +144,7 @@ class Scheduler:
         for seat in seats:
             assert seat.handle is not None
             missing = tuple(seat.session.sequence[self.engine.length(seat.handle) :])
+            assert missing, "an engine leaves at least the last token to be run"
             taken = missing if len(missing) == 1 else missing[:room]
             if not taken:
                 continue

@@ -11,7 +11,7 @@ what came of it. Clock, runner and transport are passed in; nothing here knows w
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import Random
 from types import TracebackType
@@ -26,7 +26,7 @@ from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import EngineError, LinkError, PacelineError, ProtocolError
-from paceline.protocol.messages import Ack, Commit, Error, Hello, Message, Opened, Welcome
+from paceline.protocol.messages import Commit, Error, Hello, Message, Opened, Welcome
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -67,6 +67,7 @@ class Agent:
         self.link = Link(connect, hello, self, clock=clock, random=random, attempts=attempts)
         self.policy, self.predictor, self.cost = policy, predictor, cost or StepCost(())
         self._draft = draft if policy.drafts else None
+        self._vocabulary = vocabulary
         self._run, self._clock, self._random = run, clock, random
         self._sids = itertools.count(1)
         self._generations: dict[int, Generation] = {}  # by the session number they are open under
@@ -102,12 +103,13 @@ class Agent:
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
         report: Callable[[Generation], None] = lambda generation: None,
-    ) -> AsyncIterator[Committed]:
+    ) -> AsyncGenerator[Committed, None]:
         """Stream what the target writes. Leaving the iterator early cancels the generation at the cloud.
 
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs)
+        size = self._vocabulary.size
+        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
         generation = Generation(session, self.predictor, self._clock())
         report(generation)
         self._enter(generation)
@@ -212,7 +214,7 @@ class Agent:
             return
         if self._draft is None and len(session.committed) // ACK_EVERY != generation.acknowledged // ACK_EVERY:
             generation.acknowledged = len(session.committed)
-            self.link.send(Ack(sid=session.sid, committed_len=generation.acknowledged))
+            self.link.send(session.ack())
         self._send_nodes(generation)
         self._wake.set()
 

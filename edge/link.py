@@ -1,7 +1,8 @@
 """The link to the cloud: connect, greet, measure the round trip, and come back after every cut.
 
-    link = Link(connect, hello, listener, ...) await link.run()                    # for ever; the listener is told
-    when the link is up, of each message, and when it is down link.send(message)                  # while it is up
+    link = Link(connect, hello, listener, ...)
+    await link.run()            # for ever; the listener hears of the link going up, of every message, of it going down
+    link.send(message)          # while it is up
 
 Back-off is exponential with full jitter, so that a thousand devices do not come back in one second. Nothing is
 retried that cannot get better: another vocabulary or protocol version ends `run` with the error. Knows nothing about
@@ -180,7 +181,7 @@ class Link:
         await channel.send(frame)
         self.traffic.up += len(frame)
         self.traffic.frames_up += 1
-        if not message.fits_any_frame:
+        if not message.large:
             self.traffic.largest = max(self.traffic.largest, len(frame))
 
     async def _get(self, channel: Channel) -> Message:

@@ -10,6 +10,9 @@ from typing import Annotated, Any
 
 import typer
 from paceline.protocol.errors import PacelineError
+from paceline.scripts.command_chat import chat
+from paceline.scripts.command_cloud import cloud
+from paceline.scripts.command_demo import demo
 from typer.core import TyperGroup
 
 
@@ -95,6 +98,15 @@ def list_models() -> None:
     console.print(f"\nFetched to {cache_folder()}", highlight=False, soft_wrap=True)
 
 
+app.command("chat")(chat)
+app.command("cloud")(cloud)
+app.command("demo")(demo)
+
+
 def main() -> None:
     """The entry point of the `paceline` command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -62,7 +62,7 @@ class LlamaEngine:
 
     def open(self, tokens: Sequence[int]) -> int:
         slot = self._pick(tokens)
-        keep = common_prefix(slot.tokens, tokens)
+        keep = min(common_prefix(slot.tokens, tokens), len(tokens) - 1)
         if keep < len(slot.tokens):
             slot.context.drop(0, keep)
             del slot.tokens[keep:]
