@@ -113,7 +113,8 @@ class Scheduler:
             await asyncio.sleep(self.floor - elapsed)
         step = self._clock() - begin
         rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
-        self._cost.learn(rows, spent)
+        if all(work.choose for _, work in batch):
+            self._cost.learn(rows, spent)
         for (seat, work), result in zip(batch, results, strict=True):
             self._deliver(seat, work.plan, result, step)
         f = self.figures

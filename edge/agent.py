@@ -15,9 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import Random
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
-from paceline.edge.draft import Candidates, Draft, Row
+from paceline.edge.draft import Candidates, Draft, Extended, Row
 from paceline.edge.generation import Generation, share
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
@@ -30,15 +30,14 @@ from paceline.protocol.messages import Commit, Error, Hello, Message, Opened, We
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 
-T = TypeVar("T")
 MAX_ROWS = 16  # rows of one draft step
 ACK_EVERY = 64  # tokens after which the cloud is told what has arrived, where no draft tells it
 
 
 class Runner(Protocol):
-    """Runs a draft step of so many rows outside the event loop; in virtual time it takes its cost in virtual seconds."""
+    """Runs a draft step outside the event loop; in virtual time it takes what its rows cost in virtual seconds."""
 
-    def __call__(self, work: Callable[[], T], rows: int) -> Awaitable[T]: ...
+    def __call__(self, work: Callable[[], Extended]) -> Awaitable[Extended]: ...
 
 
 class Agent:
@@ -53,7 +52,6 @@ class Agent:
         *,
         clock: Callable[[], float],
         random: Random,
-        cost: StepCost | None = None,
         attempts: int | None = None,
         name: str = "paceline",
     ) -> None:
@@ -65,8 +63,9 @@ class Agent:
             agent=name,
         )
         self.link = Link(connect, hello, self, clock=clock, random=random, attempts=attempts)
-        self.policy, self.predictor, self.cost = policy, predictor, cost or StepCost(())
+        self.policy, self.predictor = policy, predictor
         self._draft = draft if policy.drafts else None
+        self.cost = StepCost(self._draft.step_cost if self._draft is not None else ())
         self._vocabulary = vocabulary
         self._run, self._clock, self._random = run, clock, random
         self._sids = itertools.count(1)
@@ -75,7 +74,7 @@ class Agent:
         self._calls: list[Callable[[], None]] = []  # for the draft, before its next batch
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self.draft_seconds = 0.0
+        self.forward_seconds = 0.0  # spent in the draft's forward so far
 
     async def __aenter__(self) -> Self:
         self._tasks = [asyncio.create_task(self._keep_link())]
@@ -271,12 +270,11 @@ class Agent:
                 generation.in_flight = frozenset(node for g, node in chosen if g is generation)
             calls, self._calls = self._calls, []
             begin = self._clock()
-            found = await self._run(lambda: self._work(calls, rows), len(rows))  # noqa: B023 - awaited at once
-            spent = self._clock() - begin
-            if rows:
-                self.cost.learn(len(rows), spent)
-                self.draft_seconds += spent
-            for (generation, node), candidates in zip(chosen, found, strict=True):
+            done = await self._run(lambda: self._work(calls, rows))  # noqa: B023 - awaited at once
+            if 0 < done.ran <= MAX_ROWS:
+                self.cost.learn(done.ran, self._clock() - begin)
+            self.forward_seconds += done.forward
+            for (generation, node), candidates in zip(chosen, done.found, strict=True):
                 self._ran(generation, node, candidates)
             for generation in {g: None for g, _ in chosen}:
                 generation.in_flight = frozenset()
@@ -290,17 +288,17 @@ class Agent:
         count = best_count([u for u, _, _ in chosen], self.cost) if self.policy.width is None else len(chosen)
         return [(g, node) for _, g, node in chosen[: max(count, 1)]]
 
-    def _work(self, calls: Sequence[Callable[[], None]], rows: Sequence[Row]) -> Sequence[Candidates | None]:
+    def _work(self, calls: Sequence[Callable[[], None]], rows: Sequence[Row]) -> Extended:
         """On the draft's thread: what happened meanwhile, in order, then the batch."""
         assert self._draft is not None
         for call in calls:
             call()
         if not rows:
-            return []
+            return Extended()
         try:
             return self._draft.extend(rows)
         except EngineError:
-            return [None] * len(rows)
+            return Extended([None] * len(rows))
 
     def _ran(self, generation: Generation, node: int, found: Candidates | None) -> None:
         if found is not None:

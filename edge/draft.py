@@ -42,11 +42,28 @@ class Candidates:
     confidence: npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True)
+class Extended:
+    """What came of a batch: per row its candidates, None where there was no room; and how many rows ran in all.
+
+    More rows run than were asked for where text was not cached yet. `forward` are the seconds spent in the model.
+    """
+
+    found: Sequence[Candidates | None] = ()
+    ran: int = 0
+    forward: float = 0.0
+
+
 class Draft(Protocol):
     """A draft model. Calls come from one thread at a time; handles are generations."""
 
     name: str
     vocabulary: Vocabulary
+
+    @property
+    def step_cost(self) -> Sequence[tuple[int, float]]:
+        """(rows, seconds of a step), measured at start."""
+        ...
 
     def open(self, prompt: Sequence[int]) -> int:
         """A handle for a generation that begins with `prompt`. Cached prefixes of earlier ones are reused."""
@@ -56,8 +73,8 @@ class Draft(Protocol):
         """The text grew by `tokens`, along the tree nodes `walked`; of the nodes run so far only `live` are still wanted."""
         ...
 
-    def extend(self, rows: Sequence[Row]) -> list[Candidates | None]:
-        """Run rows of any generations as one batch. None for a row there was no room for."""
+    def extend(self, rows: Sequence[Row]) -> "Extended":
+        """Run rows of any generations as one batch."""
         ...
 
     def close(self, handle: int) -> None: ...

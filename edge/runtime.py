@@ -9,18 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from paceline.edge.agent import Agent
 from paceline.edge.delay import DelayedChannel
-from paceline.edge.draft import Draft
+from paceline.edge.draft import Draft, Extended
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.edge.websocket import SocketChannel
 from paceline.protocol.channel import Channel
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     predictor.load(table)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
-    def run(work: Callable[[], T], rows: int) -> Awaitable[T]:
+    def run(work: Callable[[], Extended]) -> Awaitable[Extended]:
         return asyncio.get_running_loop().run_in_executor(pool, work)
 
     agent = Agent(

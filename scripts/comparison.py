@@ -53,7 +53,7 @@ async def answer(agent: Agent, text: Text, question: Question) -> Answer:
     prompt = text.prompt([{"role": "user", "content": question.prompt}])
     async for _ in agent.generate(prompt, question.sampling, 1):
         pass
-    begun, traffic, drafting = time.perf_counter(), agent.link.traffic, agent.draft_seconds
+    begun, traffic, drafting = time.perf_counter(), agent.link.traffic, agent.forward_seconds
     up, down, traffic.largest = traffic.up, traffic.down, 0
     tokens: list[int] = []
     made: list[Generation] = []
@@ -68,7 +68,7 @@ async def answer(agent: Agent, text: Text, question: Question) -> Answer:
         traffic.up - up,
         traffic.down - down,
         traffic.largest,
-        agent.draft_seconds - drafting,
+        agent.forward_seconds - drafting,
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import candidates
-from paceline.edge.draft import Candidates, Row
+from paceline.edge.draft import Candidates, Extended, Row
 from paceline.kernels.llama import MAX_SEQUENCES, Context, Model, default_threads
 from paceline.kernels.token_map import TokenMap
 from paceline.protocol.errors import EngineError
@@ -23,6 +23,7 @@ from paceline.protocol.tokens import common_prefix
 from paceline.protocol.vocabulary import Vocabulary
 
 BATCH = 256
+PROBE_ROWS = (1, 2, 4, 8)
 TAIL = 8  # tokens of the text that may run together with the tree's rows
 SPARE = 256  # cells a generation needs beside its prompt
 
@@ -76,7 +77,8 @@ class LlamaDraft:
         self._free = list(range(MAX_SEQUENCES))
         self._generations: dict[int, Generation] = {}
         self._opens = 0
-        self.seconds = 0.0  # spent in the model's forward so far
+        self._ran, self._forward = 0, 0.0
+        self.step_cost = self._measure()
 
     def open(self, prompt: Sequence[int]) -> int:
         if len(prompt) + SPARE > self._context.cells:
@@ -98,19 +100,21 @@ class LlamaDraft:
         g.placed = {n: place for n, place in g.placed.items() if n in live}
         self._free_paths(g)
 
-    def extend(self, rows: Sequence[Row]) -> list[Candidates | None]:
+    def extend(self, rows: Sequence[Row]) -> Extended:
         """As the protocol says. Long stretches of text that are not cached yet run first, in batches of their own."""
+        self._ran, self._forward = 0, 0.0
         batch = Batch()
         for handle in {row.handle for row in rows}:
             self._prefill(self._generations[handle])
         put = [self._put_root(batch, row) if row.parent < 0 else self._put_child(batch, row) for row in rows]
         if not batch.tokens:
-            return [None] * len(rows)
+            return Extended([None] * len(rows))
         logits = self._decode(batch)
         for g, node, path, position in batch.placed:
             g.placed[node] = (path, position)
         which = iter(range(len(logits)))
-        return [self._candidates(logits[next(which)], row) if ok else None for row, ok in zip(rows, put, strict=True)]
+        found = [self._candidates(logits[next(which)], row) if ok else None for row, ok in zip(rows, put, strict=True)]
+        return Extended(found, self._ran, self._forward)
 
     def close(self, handle: int) -> None:
         g = self._generations[handle]
@@ -171,14 +175,29 @@ class LlamaDraft:
         begin = time.perf_counter()
         while True:
             try:
-                return self._context.decode(batch.tokens, batch.positions, batch.paths, batch.wanted)
+                logits = self._context.decode(batch.tokens, batch.positions, batch.paths, batch.wanted)
+                self._ran += len(batch.tokens)
+                return logits
             except EngineError:
                 old = next((h for h, g in self._generations.items() if g.closed), None)
                 if old is None:
                     raise
                 self._forget(old)
             finally:
-                self.seconds += time.perf_counter() - begin
+                self._forward += time.perf_counter() - begin
+
+    def _measure(self) -> list[tuple[int, float]]:
+        """(rows, seconds of a step) for a few widths: the best of three each."""
+        table = []
+        for rows in PROBE_ROWS:
+            times = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                self._context.decode([0] * rows, range(rows), [(0,)] * rows, [True] * rows)
+                times.append(time.perf_counter() - begin)
+                self._context.clear()
+            table.append((rows, min(times)))
+        return table
 
     # ---- sequence ids
 
