@@ -90,8 +90,7 @@ async def _talk(
         if system is not None:
             chat.turns.append({"role": "system", "content": system})
         if prompt is not None:
-            await chat.ask(prompt)
-            write_out("\n")
+            await chat.turn(prompt)
         else:
             await _converse(chat, settings.cache)
 

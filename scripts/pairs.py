@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 from paceline.protocol.errors import PacelineError
-from paceline.scripts.models import Pair, cache_folder, resolve, resolve_pair
+from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, resolve_pair
 from paceline.scripts.progress import progress_bar
 
 
@@ -12,7 +12,8 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
     """The files of a named pair, or of --target and --draft. Fetches and makes what is not there yet."""
     cache = cache_folder()
     if target is None and draft is None:
-        typer.echo("Making ready the models (the first time they are fetched and the draft is made)", err=True)
+        if not pair_is_ready(pair, cache):
+            typer.echo("Fetching the model and making its draft; this is done once.", err=True)
         with progress_bar(pair) as report:
             return resolve_pair(pair, cache, report)
     if target is None or draft is None:
