@@ -2,7 +2,7 @@
 
 GET /healthz          ok
 GET /v1/model         {"model", "vocabulary_size", "fingerprint", "context"}
-GET /v1/vocabulary    the vocabulary as a GGUF file without weights: all a device needs to tokenise
+GET /v1/vocabulary    the vocabulary without the weights (GGUF, or a tokenizer.json bundle): all a device needs to tokenise
 """
 
 import asyncio

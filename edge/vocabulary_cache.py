@@ -13,7 +13,7 @@ def vocabulary_file(url: str, cache: Path) -> Path:
     Raises LinkError if the verifier cannot be reached or gives out something else, PacelineError if the disk is full.
     """
     facts = ask_model(url)
-    path = cache / "vocabulary" / f"{facts.fingerprint}.gguf"
+    path = cache / "vocabulary" / f"{facts.fingerprint}.vocabulary"
     if not path.is_file():
         _keep(path, fetch_vocabulary(url))
     found = Text(path).vocabulary

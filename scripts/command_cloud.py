@@ -49,7 +49,7 @@ def cloud(
         with progress_bar(model) as report:
             path = resolve(model, cache_folder(), report)
     loaded = load_engine(settings, path)
-    vocabulary = vocabulary_of(path) if path is not None and path.is_file() else None
+    vocabulary = vocabulary_of(path) if path is not None else None
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

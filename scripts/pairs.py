@@ -25,12 +25,16 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
 
 
 def vocabulary_of(model: Path) -> Path:
-    """The vocabulary-only GGUF of a model file, written into the cache once."""
+    """The vocabulary alone of a model file or folder, written into the cache once."""
     from paceline.quant.vocab import write_vocabulary
+    from paceline.quant.vocab_bundle import write_folder_vocabulary
 
-    stat = model.stat()
-    path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.gguf"
+    source = model / "tokenizer.json" if model.is_dir() else model
+    if not source.is_file():
+        raise PacelineError(f"{model} has no tokenizer.json: fetch the model's tokenizer files too")
+    stat = source.stat()
+    path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.vocabulary"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_vocabulary(model, path)
+        write_folder_vocabulary(model, path) if model.is_dir() else write_vocabulary(model, path)
     return path
