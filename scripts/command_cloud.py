@@ -49,6 +49,11 @@ def cloud(
         with progress_bar(model) as report:
             path = resolve(model, cache_folder(), report)
     loaded = load_engine(settings, path)
+    if not getattr(loaded, "exact", True):
+        warning = (
+            "rows of this model depend on the batch they run in: at near ties the text may differ from plain decoding"
+        )
+        typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
 
     def ready(address: str) -> None:
