@@ -29,7 +29,7 @@ _MANY = 1024  # tokens from which it pays to look how they lie
 
 def philox(counter: Sequence[Counter], key: tuple[int, int]) -> Words:
     """Philox-4x32-10 blocks [n, 4] of the counters, whose four words are arrays [n] or numbers, under one key."""
-    n = max(np.size(word) for word in counter)
+    n = np.broadcast(*counter).size
     even, odd = np.empty((2, n), np.uint64), np.empty((2, n), np.uint64)  # words 0 and 2, words 1 and 3
     even[0], odd[0], even[1], odd[1] = counter
     product = np.empty_like(even)

@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.float32] | Floats
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy: dividing by them would overflow
 _HEAD = 32  # likeliest tokens scored first, to bound how far down the list a winner can lie
-_FEW = 256  # so many are scored as they are
+_FEW = 2048  # so many are scored as they are
 _CHUNK = 16384  # tokens whose noise is drawn at a time: more leave the cache
 _PART = 64  # numbers in a part of `kth_largest`
 _SLACK = 1e-4  # nats; rounding, in single precision as well, is far smaller
