@@ -352,5 +352,5 @@ def test_the_honest_rule_passes_where_the_broken_ones_fail() -> None:
 
 @pytest.mark.parametrize("broken", [AlwaysAccepts, NoiseByStep, VerifiesOtherTokens, DrawsAgain, ForgetsDraftedHistory])
 def test_a_broken_rule_is_noticed(broken: type[Broken]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"^assert \[.*\] == \["):  # two texts that differ, and nothing else
         drive(broken, 200, shrink=False)
