@@ -43,7 +43,7 @@ def philox(counter: Sequence[Counter], key: tuple[int, int]) -> Words:
         np.bitwise_and(crossed, _LOW, out=odd)
         low, high = (low + _WEYL[0]) & 0xFFFFFFFF, (high + _WEYL[1]) & 0xFFFFFFFF
     out = np.empty((n, 4), np.uint32)
-    out[:, 0::2], out[:, 1::2] = even.T, odd.T
+    out[:, 0], out[:, 1], out[:, 2], out[:, 3] = even[0], odd[0], even[1], odd[1]
     return out
 
 
