@@ -5,8 +5,9 @@
     events = session.receive(message)             # Opened, Commit, Error
     messages = session.send(nodes)                # candidates worth their bytes, as draft messages
 
-Candidates live in `tree`; the planner adds them and picks from them. A node gets its number on the wire when it is sent, and
-its parent is always sent before it. The session never decides what to draft; it keeps both ends' books equal.
+Candidates live in `tree`; the planner adds them and picks from them. A node gets its number on the wire when it is
+sent, and its parent is always sent before it. The session never decides what to draft; it keeps both ends' books
+equal.
 """
 
 import math

@@ -119,7 +119,6 @@ class Opened(Message, frozen=True):
     committed_len: Count
     resume: Annotated[str, Meta(max_length=64)]
     max_tokens: Count  # what is left of the asked-for number after the context was taken into account
-    cached: Count = 0  # prompt tokens that did not have to be computed again
 
 
 class Commit(Message, frozen=True):

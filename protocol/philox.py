@@ -1,12 +1,12 @@
 """Counter-based noise: Philox-4x32-10 and Gumbel variates, as arrays.
 
-The generator is that of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One block
-gives four 32-bit words; token `v` at absolute position `i` under seed `s` uses
+The generator is that of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One
+block gives four 32-bit words; token `v` at absolute position `i` under seed `s` uses
 
     key = (s mod 2^32, s div 2^32)    counter = (v div 4, 0, i mod 2^32, i div 2^32)    word = v mod 4
 
-so noise depends on nothing but (s, i, v): not on the step, the batch, or who asks. The same integers are computed by the
-torch and Triton code of `paceline.kernels`; one file of test vectors holds all three to it.
+so noise depends on nothing but (s, i, v): not on the step, the batch, or who asks. The same integers are computed by
+the torch and Triton code of `paceline.kernels`; one file of test vectors holds all three to it.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ def _dense_words(seed: int, position: int, tokens: Ids) -> Words:
 def gumbel(seed: int, position: int, tokens: Ids) -> Floats:
     """Standard Gumbel noise G(seed, position, token) [n] = -log(-log u), u = 1 - (word + 1/2) / 2^32, always in (0, 1).
 
-    Written with log1p of the complement, so that the words that matter (small ones win the argmax) keep all their bits
-    in single precision as well.
+    Written with log1p of the complement, so that the words that matter (small ones win the argmax) keep all their
+    bits in single precision as well.
     """
     v = (words(seed, position, tokens).astype(np.float64) + 0.5) * 2.0**-32
     out: Floats = -np.log(-np.log1p(-v))

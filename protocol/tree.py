@@ -1,8 +1,8 @@
 """The speculation tree: an arena of parallel lists that grows at its leaves and is eaten at its root.
 
-The root stands for the last committed token. `add` appends a child, `advance` moves the root along tokens that were committed
-and drops what disagrees, `best` picks a connected subtree for verification. Ids are handed out once and never reused, parents
-always come before children. Knows nothing about messages, models or who is at which end.
+The root stands for the last committed token. `add` appends a child, `advance` moves the root along tokens that were
+committed and drops what disagrees, `best` picks a connected subtree for verification. Ids are handed out once and
+never reused, parents always come before children. Knows nothing about messages, models or who is at which end.
 """
 
 import heapq
@@ -117,8 +117,8 @@ class Tree:
     def best(self, limit: int, exclude_from: int | None = None) -> list[int]:
         """The connected subtree of at most `limit` nodes below the root with the largest summed probability.
 
-        Weights never rise along a path, so best-first search finds it. Nodes at text positions from `exclude_from` on are
-        left out. The order is depth first, likeliest child first: the likeliest chain comes first, in one piece.
+        Weights never rise along a path, so best-first search finds it. Nodes at text positions from `exclude_from` on
+        are left out. The order is depth first, likeliest child first: the likeliest chain comes first, in one piece.
         """
         first, weights, positions = self._first, self._weight, self._position
         chosen: list[int] = []
