@@ -119,7 +119,7 @@ class Connection:
             self._handle(decode_from_edge(frame))
         except ProtocolError as e:
             self._refuse(e)
-            self._violations += 1
+            self._violations += e.code not in HARMLESS
             return e.code not in FATAL and self._violations < MAX_VIOLATIONS
         return True
 
