@@ -4,7 +4,8 @@
 
 with G Gumbel noise (`philox`) and p the softmax of the logits after, in this order: logit bias, repetition, presence and
 frequency penalties, temperature, top-k, top-p, min-p: penalties and temperature before the filters, as vLLM has it, and the
-filters in llama.cpp's order. llama.cpp applies the temperature last, which `temperature_last` asks for. Temperature 0 (below 1e-5) is the plain argmax of the adjusted logits.
+filters in llama.cpp's order. llama.cpp applies the temperature last, which `temperature_last` asks for. Temperature 0
+(below 1e-5) is the plain argmax of the adjusted logits.
 Because the noise is tied to the position, the target's text is a function of (prompt, parameters): it cannot depend on what
 was drafted, and a device that knows the seed ranks its own logits by the very same noise ("Gumbel coupling", Daliri, Musco and
 Suresh, arXiv 2408.07978; DESIGN and tests call it the coupled rule).
