@@ -36,6 +36,7 @@ from paceline.protocol.messages import (
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_VIOLATIONS = 100  # wrong frames before the connection is closed
+MAX_WAITING = 1024  # sessions without an edge, over all connections; the oldest go first
 OUTBOX = 4096  # frames waiting for a slow reader before it is taken for gone
 
 
@@ -58,6 +59,8 @@ class House:
     def leave(self, session: CloudSession) -> None:
         """A session whose edge is gone waits to be resumed."""
         self.forget_old()
+        while len(self.waiting) >= MAX_WAITING:
+            del self.waiting[next(iter(self.waiting))]
         self.waiting[session.resume_token] = (session, self.clock() + self.session_ttl)
 
     def take(self, token: str) -> CloudSession | None:
@@ -77,6 +80,7 @@ class Connection:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(OUTBOX)
         self._greeted = False
         self._last_sid = -1
+        self._closing: asyncio.Future[None] | None = None
         self._violations = 0
 
     async def serve(self) -> None:
