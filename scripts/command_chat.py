@@ -46,7 +46,7 @@ def chat(
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import files_of, vocabulary_of
+    from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
 
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -58,15 +58,15 @@ def chat(
         raise PacelineError("the prompt is empty")
     cache_folder().mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        vocabulary = vocabulary_file(url, cache_folder()) if url is not None else None
-        files = files_of(pair, target, draft) if local or chosen.drafts else None
-        if url is None:
-            assert files is not None
+        if url is not None:
+            vocabulary = vocabulary_file(url, cache_folder())
+            drafts_with = draft_of(pair, draft) if chosen.drafts else None
+        else:
+            files = files_of(pair, target, draft)
             floor = ["--verify-floor", str(verify_floor), *(["--threads", str(threads)] if threads else [])]
             url = stack.enter_context(local_verifier(["--model", str(files.target), *floor]))
-            vocabulary = vocabulary_of(files.target)
-        assert vocabulary is not None
-        settings = Settings(url, vocabulary, files.draft if files else None, cache_folder(), threads, rtt)
+            vocabulary, drafts_with = vocabulary_of(files.target), files.draft
+        settings = Settings(url, vocabulary, drafts_with, cache_folder(), threads, rtt)
         asyncio.run(_talk(settings, policy, params, max_tokens, prompt, system, stats))
 
 

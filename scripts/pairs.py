@@ -24,6 +24,14 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
         return Pair(found, resolve(draft, cache, report))
 
 
+def draft_of(pair: str, draft: str | None) -> Path:
+    """The draft alone, for a verifier elsewhere: the one given, or that of a named pair."""
+    if draft is None:
+        return files_of(pair, None, None).draft
+    with progress_bar(draft) as report:
+        return resolve(draft, cache_folder(), report)
+
+
 def vocabulary_of(model: Path) -> Path:
     """The vocabulary alone of a model file or folder, written into the cache once."""
     from paceline.quant.vocab import write_vocabulary
