@@ -23,6 +23,7 @@ from paceline.edge.generation import Generation, share
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
+from paceline.edge.timeline import Timeline
 from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
@@ -74,6 +75,7 @@ class Agent:
         self._generations: dict[int, Generation] = {}  # by the session number they are open under
         self._waiting: list[Generation] = []  # to be opened once the link is up
         self._calls: list[Callable[[], None]] = []  # for the draft, before its next batch
+        self.clock, self.timeline = clock, Timeline(clock)
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.forward_seconds = 0.0  # spent in the draft's forward so far
@@ -92,6 +94,11 @@ class Agent:
         for task in self._tasks:
             with suppress(asyncio.CancelledError, PacelineError):
                 await task
+
+    @property
+    def generations(self) -> dict[int, Generation]:
+        """Those that are open at the cloud, the newest last. Not to be changed."""
+        return self._generations
 
     # ---- generating
 
@@ -206,6 +213,8 @@ class Agent:
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
         for event in events:
             generation.committed(event, self._clock())
+            commit = event.commit
+            self.timeline.committed(len(event.tokens), commit.step, commit.accepted, commit.held)
             if self._draft is not None:
                 self._calls.append(self._commit_call(generation, event))
             generation.events.put_nowait(event)
@@ -275,6 +284,8 @@ class Agent:
             done = await self._run(lambda: self._work(calls, rows))  # noqa: B023 - awaited at once
             if 0 < done.ran <= MAX_ROWS:
                 self.cost.learn(done.ran, self._clock() - begin)
+            if done.ran:
+                self.timeline.drafted(begin, done.ran)
             self.forward_seconds += done.forward
             for (generation, node), candidates in zip(chosen, done.found, strict=True):
                 self._ran(generation, node, candidates)
@@ -315,3 +326,4 @@ class Agent:
         ahead = generation.pace.ahead(self.link.round_trip.seconds)
         for message in generation.send(ahead):
             self.link.send(message)
+            self.timeline.sent(len(message.tokens))

@@ -1,7 +1,6 @@
 """`paceline chat`: talk to a target through a verifier, here or elsewhere."""
 
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,31 +41,19 @@ def chat(
 
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import Settings
-    from paceline.edge.vocabulary_cache import vocabulary_file
     from paceline.protocol.errors import PacelineError
-    from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
+    from paceline.scripts.verifier import Choice, verifier
 
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if (url is None) == (not local):
-        raise PacelineError("say where the verifier is: --url ws://host:port, or --local to start one here")
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        if url is not None:
-            vocabulary = vocabulary_file(url, cache_folder())
-            drafts_with = draft_of(pair, draft) if chosen.drafts else None
-        else:
-            files = files_of(pair, target, draft)
-            floor = ["--verify-floor", str(verify_floor), *(["--threads", str(threads)] if threads else [])]
-            url = stack.enter_context(local_verifier(["--model", str(files.target), *floor]))
-            vocabulary, drafts_with = vocabulary_of(files.target), files.draft
-        settings = Settings(url, vocabulary, drafts_with, cache_folder(), threads, rtt)
+    choice = Choice(url, local, pair, target, draft, threads, verify_floor, chosen.drafts)
+    with verifier(choice) as place:
+        settings = Settings(place.url, place.vocabulary, place.draft, cache_folder(), threads, rtt)
         asyncio.run(_talk(settings, policy, params, max_tokens, prompt, system, stats))
 
 

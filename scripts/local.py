@@ -1,9 +1,11 @@
 """A verifier of one's own: the same `paceline cloud` that runs elsewhere, as a child process on this machine."""
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 
 from paceline.protocol.errors import PacelineError
 
@@ -39,3 +41,15 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
             process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+def when_stdin_ends(then: Callable[[], object]) -> None:
+    """Call `then` on the running loop when standard input ends: a parent that is killed takes its child along."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        loop.call_soon_threadsafe(then)
+
+    Thread(target=wait, daemon=True, name="stdin").start()

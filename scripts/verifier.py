@@ -1,0 +1,54 @@
+"""Which verifier a command was told to use, and what the device needs to work with it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.protocol.errors import PacelineError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a verifier is, and the files of the device's side. `draft` None: nothing is drafted."""
+
+    url: str
+    vocabulary: Path
+    draft: Path | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was given on the command line; see `options` for the fields."""
+
+    url: str | None
+    local: bool
+    pair: str
+    target: str | None
+    draft: str | None
+    threads: int | None
+    verify_floor: float
+    drafts: bool = True
+    remembered: bool = False  # go on with the vocabulary of the last time while the verifier is away
+
+
+@contextmanager
+def verifier(choice: Choice) -> Iterator[Place]:
+    """The verifier at `url`, or one started on this machine for as long as the block runs. Raises PacelineError."""
+    from paceline.edge.vocabulary_cache import vocabulary_file
+    from paceline.scripts.local import local_verifier
+    from paceline.scripts.models import cache_folder
+    from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
+
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    if (choice.url is None) == (not choice.local):
+        raise PacelineError("say where the verifier is: --url ws://host:port, or --local to start one here")
+    if choice.url is not None:
+        vocabulary = vocabulary_file(choice.url, cache_folder(), remembered=choice.remembered)
+        yield Place(choice.url, vocabulary, draft_of(choice.pair, choice.draft) if choice.drafts else None)
+        return
+    files = files_of(choice.pair, choice.target, choice.draft)
+    arguments = ["--model", str(files.target), "--verify-floor", str(choice.verify_floor)]
+    arguments += ["--threads", str(choice.threads)] if choice.threads else []
+    with local_verifier(arguments) as url:
+        yield Place(url, vocabulary_of(files.target), files.draft)
