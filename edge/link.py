@@ -161,7 +161,8 @@ class Link:
                     self.round_trip.observe(max(self._pong_at - message.time, 0.0))
                 case Goaway():
                     self.last_error = message.reason
-                    return
+                    if not message.drain:
+                        return
                 case _:
                     self._listener.link_message(message)
 

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 
 def chat(
-    url: Annotated[str | None, typer.Option(help="The verifier, ws://host:port or wss://host:port.")] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="Start a verifier on this machine for as long as this runs.")
-    ] = False,
+    url: options.Urls = None,
+    key: options.Key = None,
+    insecure: options.Insecure = False,
+    authority: options.Authority = None,
+    certificate: options.Certificate = None,
+    local: options.Local = False,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Answer this and stop.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     pair: options.Pair = "smollm2",
@@ -51,9 +53,10 @@ def chat(
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
-    choice = Choice(url, local, pair, target, draft, threads, verify_floor, chosen.drafts)
+    door = (url or (), key, insecure, authority, certificate)
+    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts)
     with verifier(choice) as place:
-        settings = Settings(place.url, place.vocabulary, place.draft, cache_folder(), threads, rtt)
+        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt)
         asyncio.run(_talk(settings, policy, params, max_tokens, prompt, system, stats))
 
 

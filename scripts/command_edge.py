@@ -9,24 +9,29 @@ from paceline.scripts import options
 if TYPE_CHECKING:
     from paceline.edge.runtime import Settings
 
-ENVIRONMENT_KEYS = "PACELINE_EDGE_KEYS"
+CLIENT_KEYS = "PACELINE_CLIENT_KEY"
 
 
 def edge(
-    url: Annotated[str | None, typer.Option(help="The verifier, ws://host:port or wss://host:port.")] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="Start a verifier on this machine for as long as this runs.")
-    ] = False,
+    url: options.Urls = None,
+    key: options.Key = None,
+    insecure: options.Insecure = False,
+    authority: options.Authority = None,
+    certificate: options.Certificate = None,
+    local: options.Local = False,
     host: Annotated[str, typer.Option(help="Address to listen on; the default is this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8080,
-    name: Annotated[str | None, typer.Option(help="What the model is called; the verifier's name if not given.")] = None,
-    key: Annotated[
-        list[str], typer.Option(help="A key clients must send; may be repeated. Without one, any is accepted.",
-                                envvar=ENVIRONMENT_KEYS)
-    ] = [],  # noqa: B006 - typer wants a list
+    name: Annotated[
+        str | None, typer.Option(help="What the model is called; the verifier's name if not given.")
+    ] = None,
+    client_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar=CLIENT_KEYS, help="A key clients must send; may be given again. Without one, any will do."),
+    ] = None,
     origin: Annotated[
-        list[str], typer.Option(help="A web page's origin that may use the server; may be repeated, '*' is any.")
-    ] = [],  # noqa: B006
+        list[str] | None,
+        typer.Option(help="A web page's origin that may use the server; may be given again, '*' is any."),
+    ] = None,
     patience: Annotated[
         float, typer.Option(min=0, max=600, help="Seconds a request waits for a verifier that is away.")
     ] = 10.0,
@@ -52,12 +57,14 @@ def edge(
     from paceline.scripts.verifier import Choice, verifier
 
     chosen = policy_named(policy)
-    if any(not k.strip() for k in key):
-        raise PacelineError("a key is empty; leave --key out to accept any")
-    choice = Choice(url, local, pair, target, draft, threads, verify_floor, chosen.drafts, remembered=True)
+    keys = frozenset(client_key or ())
+    if any(not k.strip() for k in keys):
+        raise PacelineError("a client's key is empty; leave --client-key out to accept any")
+    door = (url or (), key, insecure, authority, certificate)
+    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, remembered=True)
     with verifier(choice) as place:
-        settings = Settings(place.url, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts=None)
-        asyncio.run(_serve(settings, policy, host, port, name, frozenset(key), origin, patience, stop_with_stdin))
+        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts=None)
+        asyncio.run(_serve(settings, policy, host, port, name, keys, origin or [], patience, stop_with_stdin))
 
 
 async def _serve(
@@ -85,7 +92,7 @@ async def _serve(
     from paceline.scripts.version import installed
 
     if not is_loopback(host) and not keys:
-        typer.echo(f"paceline: anybody who reaches {host} may use this server; --key asks for a key", err=True)
+        typer.echo(f"paceline: anybody who reaches {host} may use this server; --client-key asks for a key", err=True)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError):

@@ -1,18 +1,22 @@
 """Which verifier a command was told to use, and what the device needs to work with it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.protocol.errors import PacelineError
+
+if TYPE_CHECKING:
+    from paceline.edge.websocket import Address
 
 
 @dataclass(frozen=True)
 class Place:
     """Where a verifier is, and the files of the device's side. `draft` None: nothing is drafted."""
 
-    url: str
+    addresses: "tuple[Address, ...]"
     vocabulary: Path
     draft: Path | None
 
@@ -21,7 +25,11 @@ class Place:
 class Choice:
     """What was given on the command line; see `options` for the fields."""
 
-    url: str | None
+    urls: Sequence[str]
+    key: str | None
+    insecure: bool
+    authority: Path | None
+    certificate: Path | None
     local: bool
     pair: str
     target: str | None
@@ -34,21 +42,24 @@ class Choice:
 
 @contextmanager
 def verifier(choice: Choice) -> Iterator[Place]:
-    """The verifier at `url`, or one started on this machine for as long as the block runs. Raises PacelineError."""
+    """The verifier that was named, or one started on this machine for as long as the block runs. Raises PacelineError."""
     from paceline.edge.vocabulary_cache import vocabulary_file
+    from paceline.edge.websocket import Address
     from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
     from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
 
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    if (choice.url is None) == (not choice.local):
+    if bool(choice.urls) == choice.local:
         raise PacelineError("say where the verifier is: --url ws://host:port, or --local to start one here")
-    if choice.url is not None:
-        vocabulary = vocabulary_file(choice.url, cache_folder(), remembered=choice.remembered)
-        yield Place(choice.url, vocabulary, draft_of(choice.pair, choice.draft) if choice.drafts else None)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    if choice.urls:
+        secrets = (choice.key, choice.insecure, choice.authority, choice.certificate)
+        addresses = tuple(Address(url, *secrets) for url in choice.urls)
+        vocabulary = vocabulary_file(addresses, cache_folder(), remembered=choice.remembered)
+        yield Place(addresses, vocabulary, draft_of(choice.pair, choice.draft) if choice.drafts else None)
         return
     files = files_of(choice.pair, choice.target, choice.draft)
     arguments = ["--model", str(files.target), "--verify-floor", str(choice.verify_floor)]
     arguments += ["--threads", str(choice.threads)] if choice.threads else []
     with local_verifier(arguments) as url:
-        yield Place(url, vocabulary_of(files.target), files.draft)
+        yield Place((Address(url),), vocabulary_of(files.target), files.draft)

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.edge.answer import Answer, Ask, Piece
 from paceline.edge.api.errors import ApiError, as_api_error
 from paceline.edge.api.requests import ChatRequest, Common, TextRequest, chat_ask, read, text_ask
-from paceline.edge.api.service import ClientGone, Service, unless_gone
+from paceline.edge.api.service import Service, unless_gone
 from paceline.edge.api.shapes import Shape
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -97,9 +97,7 @@ async def _stream(request: Request, service: Service, answer: Answer, shape: Sha
     return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
 
-async def _with_first(
-    first: Piece | None, echo: str, pieces: AsyncGenerator[Piece, None]
-) -> AsyncIterator[Piece]:
+async def _with_first(first: Piece | None, echo: str, pieces: AsyncGenerator[Piece, None]) -> AsyncIterator[Piece]:
     if echo:
         yield Piece(echo)
     if first is not None:
@@ -151,5 +149,3 @@ async def _never_silent(pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece | N
 
 def _event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-

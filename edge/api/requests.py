@@ -113,7 +113,7 @@ def chat_ask(request: ChatRequest, text: Text, context: int) -> Ask:
     """A chat request as an Ask. `context` is how many tokens prompt and answer may have. Raises ApiError, PacelineError."""
     _demand_one(request.n, "n")
     if request.functions or (request.tools and request.tool_choice != "none"):
-        raise refused("This server calls no tools; leave `tools` out, or set `tool_choice` to \"none\".", "tools")
+        raise refused('This server calls no tools; leave `tools` out, or set `tool_choice` to "none".', "tools")
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("`top_logprobs` needs `logprobs` to be true.", "top_logprobs", "invalid_value")
     if request.response_format is not None and request.response_format.type != "text":

@@ -44,9 +44,7 @@ class Service:
                 raise ApiError(502, f"The verifier refuses this device: {link.last_error}", code="cloud_refused")
             if asyncio.get_running_loop().time() > deadline:
                 reason = f": {link.last_error}" if link.last_error else ""
-                raise ApiError(
-                    503, f"The verifier cannot be reached{reason}", code="cloud_unreachable", retry_after=5
-                )
+                raise ApiError(503, f"The verifier cannot be reached{reason}", code="cloud_unreachable", retry_after=5)
             await asyncio.sleep(POLL_SECONDS)
         assert link.welcome is not None
         return link.welcome.context

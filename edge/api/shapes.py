@@ -26,7 +26,9 @@ class Shape:
     def whole(self, answer: Answer, pieces: Sequence[Piece], echo: str = "") -> Json:
         tokens = [t for p in pieces for t in p.tokens]
         text = echo + "".join(p.text for p in pieces)
-        said: Json = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        said: Json = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        )
         choice = {"index": 0, **said, "logprobs": self._logprobs(tokens), "finish_reason": answer.finish}
         kind = "chat.completion" if self.chat else "text_completion"
         return self._around(kind, [choice]) | {"usage": usage(answer)} | self._marks(tokens)

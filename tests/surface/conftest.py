@@ -23,6 +23,7 @@ from paceline.edge.policies import policy
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.serve import listening
 from paceline.edge.text import Text
+from paceline.edge.websocket import Address
 from paceline.scripts.pairs import vocabulary_of
 
 T = TypeVar("T")
@@ -83,7 +84,7 @@ def running_system(
     async def bring_up() -> System:
         url, scheduler = await stack.enter_async_context(cloud_at(engine, vocabulary))
         text = Text(vocabulary)
-        settings = Settings(url, vocabulary, draft, cache, round_trip=round_trip, attempts=None)
+        settings = Settings((Address(url),), vocabulary, draft, cache, round_trip=round_trip, attempts=None)
         chosen = policy("stream" if draft else "ar")
         agent = await stack.enter_async_context(running_agent(settings, text, chosen))
         service = Service(agent, text, "smollm2", "test", keys, patience=5)
@@ -109,7 +110,9 @@ def engine(smollm2_path: Path) -> Iterator[LlamaEngine]:
 def system(
     engine: LlamaEngine, smollm2_path: Path, smollm2_draft_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[System]:
-    with running_system(engine, vocabulary_of(smollm2_path), smollm2_draft_path, tmp_path_factory.mktemp("cache")) as system:
+    with running_system(
+        engine, vocabulary_of(smollm2_path), smollm2_draft_path, tmp_path_factory.mktemp("cache")
+    ) as system:
         yield system
 
 

@@ -19,9 +19,7 @@ def slow(text: str, stops: list[str]) -> tuple[str, bool]:
     return text, False
 
 
-@given(
-    st.text("abc", max_size=24), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 2**32)
-)
+@given(st.text("abc", max_size=24), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 2**32))
 def test_stop_strings_do_not_depend_on_how_the_text_is_cut(text: str, stops: list[str], seed: int) -> None:
     rng, strings, out = random.Random(seed), StopStrings(stops), ""
     expected, hit = slow(text, stops)

@@ -59,7 +59,9 @@ def test_an_answer_and_its_stream_are_the_same(client: openai.OpenAI) -> None:
 
 def test_a_seed_repeats_and_another_differs(client: openai.OpenAI) -> None:
     def answer(seed: int) -> str | None:
-        asked = client.chat.completions.create(model="smollm2", messages=LONG, max_tokens=12, temperature=1.2, seed=seed)
+        asked = client.chat.completions.create(
+            model="smollm2", messages=LONG, max_tokens=12, temperature=1.2, seed=seed
+        )
         return asked.choices[0].message.content
 
     assert answer(1) == answer(1) != answer(2)
@@ -75,7 +77,10 @@ def test_greedy_and_all_but_greedy(client: openai.OpenAI, temperature: float) ->
 
 def test_an_end_token_is_a_stop(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
-        model="smollm2", messages=[{"role": "user", "content": "Answer with one word: hello"}], temperature=0, max_tokens=64
+        model="smollm2",
+        messages=[{"role": "user", "content": "Answer with one word: hello"}],
+        temperature=0,
+        max_tokens=64,
     )
     assert answer.choices[0].finish_reason == "stop"
     assert "<|" not in (answer.choices[0].message.content or "")
@@ -111,7 +116,9 @@ def test_every_parameter_has_its_effect(client: openai.OpenAI) -> None:
     assert answer(temperature=2, extra_body={"top_k": 1}) == greedy
     assert answer(temperature=2, top_p=0) == greedy
     assert answer(temperature=2, extra_body={"min_p": 1.0}) == greedy
-    assert answer(temperature=0, frequency_penalty=2, presence_penalty=2, extra_body={"repetition_penalty": 3}) != greedy
+    assert (
+        answer(temperature=0, frequency_penalty=2, presence_penalty=2, extra_body={"repetition_penalty": 3}) != greedy
+    )
 
 
 def test_a_bias_decides(client: openai.OpenAI, system: Any) -> None:
@@ -123,7 +130,9 @@ def test_a_bias_decides(client: openai.OpenAI, system: Any) -> None:
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = dict(model="smollm2", messages=ASK, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3)
+    asked: dict[str, Any] = dict(
+        model="smollm2", messages=ASK, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
     choice = client.chat.completions.create(**asked).choices[0]
     assert choice.logprobs is not None
     entries = choice.logprobs.content or []
@@ -232,7 +241,13 @@ def test_a_prompt_beyond_the_context(client: openai.OpenAI) -> None:
 
 def test_bodies_that_are_no_requests(system: Any) -> None:
     address = f"{system.url}/v1/chat/completions"
-    for body, status in ((b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b'{"model": 1}', 400), (b" " * 9_000_000, 413)):
+    for body, status in (
+        (b"{", 400),
+        (b"[]", 400),
+        (b"\xff\xfe", 400),
+        (b'{"model": 1}', 400),
+        (b" " * 9_000_000, 413),
+    ):
         answer = httpx.post(address, content=body)
         assert answer.status_code == status
         assert answer.json()["error"]["message"]
@@ -262,11 +277,11 @@ def test_a_client_that_does_not_wait_frees_its_place(system: Any) -> None:
     assert system.waits_for(lambda: idle(system), 1.0)
 
 
-def test_several_clients_at_once_get_what_each_would_get_alone(
-    client: openai.OpenAI, pool: ThreadPoolExecutor
-) -> None:
+def test_several_clients_at_once_get_what_each_would_get_alone(client: openai.OpenAI, pool: ThreadPoolExecutor) -> None:
     def answer(seed: int) -> str | None:
-        asked = client.chat.completions.create(model="smollm2", messages=LONG, max_tokens=16, temperature=0.8, seed=seed)
+        asked = client.chat.completions.create(
+            model="smollm2", messages=LONG, max_tokens=16, temperature=0.8, seed=seed
+        )
         return asked.choices[0].message.content
 
     together = list(pool.map(answer, range(4)))

@@ -18,6 +18,7 @@ from paceline.edge.policies import policy
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.serve import listening, notify_systemd
 from paceline.edge.text import Text
+from paceline.edge.websocket import Address
 from paceline.protocol.errors import PacelineError
 
 BODY = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -82,7 +83,7 @@ async def test_a_stream_is_never_silent_for_long(monkeypatch: pytest.MonkeyPatch
 async def test_without_a_verifier(smollm2_path: Path, tmp_path: Path) -> None:
     """The server is up, says what is wrong, and refuses with 503 and a time to come back."""
     text = Text(smollm2_path)
-    settings = Settings("ws://127.0.0.1:9", smollm2_path, None, tmp_path, attempts=None)
+    settings = Settings((Address("ws://127.0.0.1:9"),), smollm2_path, None, tmp_path, attempts=None)
     async with running_agent(settings, text, policy("ar")) as agent:
         service = Service(agent, text, "smollm2", "test", frozenset({"right"}), patience=0.3)
         async with listening(application(service), "127.0.0.1", 0) as address, httpx.AsyncClient() as http:
