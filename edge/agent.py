@@ -100,6 +100,14 @@ class Agent:
         """Those that are open at the cloud, the newest last. Not to be changed."""
         return self._generations
 
+    @property
+    def draft(self) -> Draft | None:
+        return self._draft
+
+    def on_draft(self, work: Callable[[], Extended]) -> Awaitable[Extended]:
+        """Run work of the draft where its steps run, one at a time with them."""
+        return self._run(work)
+
     # ---- generating
 
     async def generate(

@@ -31,13 +31,19 @@ def speed(generation: Generation, round_trip: float) -> Speed:
     wall = max((generation.pace.last or first) - first, 0.0)
     return Speed(
         tokens=count,
-        rate=(count - count / steps) / wall if wall > 0 else 0.0,
+        rate=(count - _first(generation)) / wall if wall > 0 else 0.0,
         plain_rate=f.steps / f.step_seconds if f.step_seconds else 0.0,
         hit_rate=f.hits / steps,
         accepted=f.accepted / steps,
         round_trip=round_trip,
         hidden=_hidden(wall, f.step_seconds, f.steps, round_trip),
     )
+
+
+def _first(generation: Generation) -> float:
+    """Tokens that came with the first commit: about as many as with any other."""
+    steps = generation.figures.steps
+    return len(generation.session.committed) / steps if steps else 1.0
 
 
 def _hidden(wall: float, step_seconds: float, steps: int, round_trip: float) -> float | None:

@@ -19,6 +19,14 @@ GRACE_SECONDS = 3  # for answers that are being written when the server is told 
 class _Server(uvicorn.Server):
     """Leaves signals alone: the process that runs the server knows what else has to end with it."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -41,8 +49,7 @@ async def listening(app: ASGIApp, host: str, port: int) -> AsyncIterator[str]:
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     try:
-        while not server.started and not serving.done():
-            await asyncio.sleep(0.01)
+        await server.up.wait()
         name = f"[{host}]" if ":" in host else host
         yield f"http://{name}:{bound.getsockname()[1]}"
     finally:

@@ -1,6 +1,9 @@
 """`paceline chat`: talk to a target through a verifier, here or elsewhere."""
 
+import os
+import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +12,11 @@ from paceline.scripts import options
 
 if TYPE_CHECKING:
     from paceline.edge.chat import Chat
+    from paceline.edge.conversation import Conversation
     from paceline.edge.runtime import Settings
-    from paceline.protocol.sampling import Sampling
+    from paceline.edge.screen import Screen
+
+ATTEMPTS = 8  # to reach a verifier, before the chat ends
 
 
 def chat(
@@ -34,6 +40,14 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say after each answer how it was made.")] = False,
+    color: Annotated[bool, typer.Option("--color", help="Show which tokens the draft had right, in colour.")] = False,
+    optimistic: Annotated[
+        bool, typer.Option("--optimistic", help="Show dimmed what is drafted ahead, and correct it.")
+    ] = False,
+    offline: Annotated[
+        str | None,
+        typer.Option(help="draft: while the verifier is away the draft answers alone, marked on every line."),
+    ] = None,
     threads: options.Threads = None,
     rtt: options.RoundTrip = 0.0,
     verify_floor: options.VerifyFloor = 0.0,
@@ -41,6 +55,7 @@ def chat(
     """Chat. Ctrl-C stops an answer, Ctrl-D leaves. Piped input is one question."""
     import asyncio
 
+    from paceline.edge.conversation import Conversation
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
@@ -49,40 +64,69 @@ def chat(
 
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    if offline not in (None, "draft"):
+        raise PacelineError(f"--offline {offline} is not known; there is --offline draft")
+    if offline and not chosen.drafts:
+        raise PacelineError(f"--offline draft needs a draft, and the policy {policy} has none; use --policy stream")
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
     door = (url or (), key, insecure, authority, certificate)
-    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts)
+    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, alone=offline is not None)
     with verifier(choice) as place:
-        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt)
-        asyncio.run(_talk(settings, policy, params, max_tokens, prompt, system, stats))
+        attempts = None if offline else ATTEMPTS
+        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts)
+        conversation = Conversation(params, max_tokens, system)
+        shown = Shown(stats, color, optimistic, offline is not None)
+        asyncio.run(_talk(settings, policy, conversation, prompt, shown))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How answers are shown."""
+
+    stats: bool
+    color: bool
+    optimistic: bool
+    offline: bool
 
 
 async def _talk(
-    settings: "Settings",
-    policy: str,
-    params: "Sampling",
-    max_tokens: int,
-    prompt: str | None,
-    system: str | None,
-    stats: bool,
+    settings: "Settings", policy: str, conversation: "Conversation", prompt: str | None, shown: Shown
 ) -> None:
-    from paceline.edge.chat import Chat, say_aside, write_out
+    from paceline.edge.chat import Chat
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import running_agent
     from paceline.edge.text import Text
 
     text = Text(settings.vocabulary)
     async with running_agent(settings, text, policy_named(policy)) as agent:
-        chat = Chat(agent, text, params, max_tokens, write_out, say_aside, stats)
-        if system is not None:
-            chat.turns.append({"role": "system", "content": system})
+        chat = Chat(agent, text, conversation, _screen(shown), stats=shown.stats, offline=shown.offline)
         if prompt is not None:
             await chat.turn(prompt)
         else:
             await _converse(chat, settings.cache)
+
+
+def _screen(shown: Shown) -> "Screen":
+    """Colour and guesses are for terminals, and colour for those who want it (https://no-color.org)."""
+    from paceline.edge.screen import Screen
+
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Screen(
+        _write,
+        lambda line: print(line, file=sys.stderr, flush=True),
+        color=shown.color and terminal and not plain,
+        guesses=shown.optimistic and terminal,
+        width=lambda: shutil.get_terminal_size().columns,
+    )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 async def _converse(chat: "Chat", cache: Path) -> None:
@@ -90,11 +134,12 @@ async def _converse(chat: "Chat", cache: Path) -> None:
     import signal
 
     from paceline.edge.chat import Interrupts, interactive
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
+    from paceline.edge.commands import Commands
+    from paceline.edge.terminal import Reader
+    from platformdirs import user_data_path
 
     interrupts = Interrupts()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupts)
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(cache / "chat_history")))
-    print("Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
-    await interactive(chat, lambda: session.prompt_async(">>> ", handle_sigint=False), interrupts)
+    saved = Path(os.environ.get("PACELINE_DATA") or user_data_path("paceline")) / "conversations"
+    print("/? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+    await interactive(chat, Reader(cache / "chat_history", saved), interrupts, Commands(chat, saved))

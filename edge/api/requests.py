@@ -149,7 +149,7 @@ def _sampling(request: Common) -> Sampling:
         seed=secrets.randbits(32) if request.seed is None else request.seed % 2**63,
         temperature=1.0 if given is None else given,
         top_k=max(top_k, 0) if top_p != 0 else 1,  # top_p 0 keeps the likeliest token alone
-        top_p=1.0 if not top_p else top_p,
+        top_p=top_p or 1.0,
         min_p=request.min_p or 0.0,
         repetition_penalty=request.repetition_penalty or 1.0,
         presence_penalty=request.presence_penalty or 0.0,

@@ -1,15 +1,26 @@
 """A whole system in this process, on a thread of its own: verifier, agent with a real draft, local server, real sockets."""
 
 import asyncio
+import codecs
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pyte
 import pytest
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
@@ -120,3 +131,87 @@ def system(
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+class Terminal:
+    """A command in a pseudo-terminal of 100 columns: what it wrote, and what stands on the screen."""
+
+    def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
+        self.raw = ""
+        self._screen = pyte.HistoryScreen(100, 40, history=5000)
+        self._stream = pyte.Stream(self._screen)
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.environ.update(environment)
+            os.execv(sys.executable, [sys.executable, "-m", "paceline.scripts.cli", *arguments])
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._seen = 0
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def expect(self, pattern: str, seconds: float = 30.0) -> str:
+        """Wait until what has been written since the last match matches; returns the match."""
+        end = time.monotonic() + seconds
+        while (found := re.search(pattern, self.raw[self._seen :], re.DOTALL)) is None:
+            assert time.monotonic() < end, f"{pattern!r} never came:\n{self.raw[self._seen :]}"
+            if not self._read(0.1):
+                assert re.search(pattern, self.raw[self._seen :], re.DOTALL), (
+                    f"it ended before {pattern!r}:\n{self.raw}"
+                )
+        self._seen += found.end()
+        return found[0]
+
+    def prompt(self) -> None:
+        """Wait for the prompt, and until the line is being edited."""
+        self.expect(r">>>\x1b\[3D\x1b\[4C")  # an empty line, not one that is painted again
+        time.sleep(0.2)
+
+    def ends(self, seconds: float = 20.0) -> int:
+        """The exit status; waits for it."""
+        end = time.monotonic() + seconds
+        while self._read(0.1):
+            assert time.monotonic() < end, "it did not end"
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        with suppress(OSError):
+            os.close(self._fd)
+
+    @property
+    def lines(self) -> list[str]:
+        """All lines that stand on the screen or were scrolled out of it, from the top."""
+        above = ["".join(row[i].data for i in range(100)).rstrip() for row in self._screen.history.top]
+        return above + [line.rstrip() for line in self._screen.display]
+
+    def _read(self, seconds: float) -> bool:
+        """False once the command has ended."""
+        if not select.select([self._fd], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self._fd, 65536)
+        except OSError:
+            return False
+        text = self._decoder.decode(data)
+        self.raw += text
+        self._stream.feed(text)
+        return bool(data)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
+    """Starts commands in terminals, which end with the test."""
+    started: list[Terminal] = []
+
+    def start_command(*arguments: str, **environment: str) -> Terminal:
+        private = {"PACELINE_DATA": str(tmp_path / "data"), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        started.append(Terminal(arguments, private | environment))
+        return started[-1]
+
+    yield start_command
+    for one in started:
+        one.close()

@@ -156,7 +156,8 @@ def test_text_parts_and_developer_messages(client: openai.OpenAI) -> None:
         return client.chat.completions.create(model="smollm2", messages=messages, max_tokens=6, temperature=0)
 
     parts = answer([{"role": "developer", "content": "Be brief."},
-                    {"role": "user", "content": [{"type": "text", "text": "Name three "}, {"type": "text", "text": "colours."}]}])  # fmt: skip
+                    {"role": "user", "content": [{"type": "text", "text": "Name three "},
+                                             {"type": "text", "text": "colours."}]}])  # fmt: skip
     plain = answer([{"role": "system", "content": "Be brief."}, ASK[0]])
     assert parts.choices[0].message.content == plain.choices[0].message.content
     assert parts.usage == plain.usage
@@ -324,7 +325,8 @@ def test_the_chat_command_writes_the_same(system: Any, client: openai.OpenAI) ->
         model="smollm2", messages=LONG, max_tokens=20, temperature=0.9, top_p=0.9, seed=11
     )
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.scripts.cli", "chat", "--url", system.verifier, "-p", LONG[0]["content"], "--max-tokens", "20",
+        [sys.executable, "-m", "paceline.scripts.cli", "chat", "--url", system.verifier,
+         "-p", LONG[0]["content"], "--max-tokens", "20",
          "--temperature", "0.9", "--top-p", "0.9", "--seed", "11"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
