@@ -1,7 +1,6 @@
 """`paceline chat`: talk to a target through a verifier, here or elsewhere."""
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,8 +119,16 @@ def _screen(shown: Shown) -> "Screen":
         lambda line: print(line, file=sys.stderr, flush=True),
         color=shown.color and terminal and not plain,
         guesses=shown.optimistic and terminal,
-        width=lambda: shutil.get_terminal_size().columns,
+        width=_columns,
     )
+
+
+def _columns() -> int:
+    """The terminal's own answer: what COLUMNS says may be of another time, or another terminal."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def _write(text: str) -> None:
