@@ -2,8 +2,8 @@
 
 The model: the draft grows one chain, each step costs `step` seconds and yields a few candidates, which reach the cloud half a
 round trip later. The cloud verifies what it holds, `verify` seconds a time, and commits the accepted tokens and its own next
-one. Where the target takes a candidate that is not the first, the cloud still has it, but the draft is on the wrong branch until the commit
-reaches it. A planner that grows side branches does better; so this is a low estimate, good for ordering drafts.
+one. Where the target takes a candidate that is not the first, the cloud still has it, but the draft is on the wrong branch until
+the commit reaches it. A planner that grows side branches does better; so this is a low estimate, good for ordering drafts.
 """
 
 from __future__ import annotations
