@@ -39,6 +39,9 @@ class Code(StrEnum):
 #: Codes after which the same request may succeed later, unchanged.
 RETRYABLE = frozenset({Code.SESSION_LIMIT, Code.OVERLOADED, Code.ENGINE, Code.INTERNAL, Code.UNKNOWN_SESSION})
 
+#: Codes after which the session goes on: what did not fit was dropped, and nothing else.
+HARMLESS = frozenset({Code.TREE_LIMIT})
+
 #: Codes that end the connection: the peer does not speak this protocol, or not this vocabulary.
 FATAL = frozenset({Code.VERSION, Code.VOCABULARY})
 

@@ -1,7 +1,7 @@
 """A target small enough to reason about: logits from a hash of the last tokens, in float64, exact whatever the batch.
 
-For tests of everything around an engine. It answers from the sequence it was given, never from the caller's books, so wrong
-bookkeeping shows as wrong text.
+For tests of everything around an engine. It answers from the sequence it was given, never from the caller's books, so
+wrong bookkeeping shows as wrong text.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,9 @@ class ToyEngine:
         self.name = "toy"
         self.vocabulary = Vocabulary.of("toy", toy_tokens(vocabulary_size))
         self.context = context
-        self.free_width = 64
+        self.max_width = self.free_width = 64
+        self.chunk = 256
+        self.step_cost = [(1, 1e-4)]
         self._seed, self._sharpness = seed, sharpness
         self._sequences: dict[int, list[int]] = {}
         self._next = 0

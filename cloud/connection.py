@@ -1,0 +1,250 @@
+"""One edge's connection: frames in, frames out, its sessions. Transport, clock and scheduler are passed in.
+
+    connection = Connection(channel, house)
+    await connection.serve()      # until the edge goes
+
+A frame that breaks the protocol is answered with an error and, where it concerns one session, ends that one; only a
+wrong version or vocabulary ends the connection. When the edge goes, its sessions wait in the house for `session_ttl`
+to be resumed.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.cloud.scheduler import Scheduler, Seat
+from paceline.protocol.channel import Channel, ChannelClosed
+from paceline.protocol.cloud_session import CloudSession, Limits
+from paceline.protocol.codec import decode_from_edge, encode
+from paceline.protocol.errors import FATAL, HARMLESS, Code, ProtocolError
+from paceline.protocol.messages import (
+    VERSION,
+    Ack,
+    Cancel,
+    Commit,
+    Draft,
+    Error,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Ping,
+    Pong,
+    Welcome,
+)
+from paceline.protocol.vocabulary import Vocabulary
+
+MAX_VIOLATIONS = 100  # wrong frames before the connection is closed
+OUTBOX = 4096  # frames waiting for a slow reader before it is taken for gone
+
+
+@dataclass
+class House:
+    """What the connections of one verifier share."""
+
+    scheduler: Scheduler
+    model: str
+    vocabulary: Vocabulary
+    context: int
+    nodes: int = 1024
+    sessions: int = 64  # of one connection
+    session_ttl: float = 60.0
+    clock: Callable[[], float] = field(default=lambda: 0.0)
+    waiting: dict[str, tuple[CloudSession, float]] = field(
+        default_factory=dict
+    )  # resume token -> session, when it goes
+
+    def leave(self, session: CloudSession) -> None:
+        """A session whose edge is gone waits to be resumed."""
+        self.forget_old()
+        self.waiting[session.resume_token] = (session, self.clock() + self.session_ttl)
+
+    def take(self, token: str) -> CloudSession | None:
+        self.forget_old()
+        return self.waiting.pop(token, (None, 0.0))[0]
+
+    def forget_old(self) -> None:
+        now = self.clock()
+        for token in [t for t, (_, end) in self.waiting.items() if end < now]:
+            del self.waiting[token]
+
+
+class Connection:
+    def __init__(self, channel: Channel, house: House) -> None:
+        self._channel, self._house = channel, house
+        self._seats: dict[int, Seat] = {}
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue(OUTBOX)
+        self._greeted = False
+        self._last_sid = -1
+        self._violations = 0
+
+    async def serve(self) -> None:
+        """Answer frames until the edge goes or has to go."""
+        writer = asyncio.create_task(self._write())
+        try:
+            while True:
+                frame = await self._channel.receive()
+                if not self._handle_frame(frame):
+                    break
+            await asyncio.wait_for(self._outbox.join(), 5)
+        except (ChannelClosed, TimeoutError):
+            pass
+        finally:
+            writer.cancel()
+            for seat in list(self._seats.values()):
+                self._release(seat, keep=True)
+            await self._channel.close()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                frame = await self._outbox.get()
+                await self._channel.send(frame)
+                self._outbox.task_done()
+        except ChannelClosed:
+            pass
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._outbox.put_nowait(encode(message))
+        except asyncio.QueueFull:
+            self._closing = asyncio.ensure_future(self._channel.close("this edge does not read what it asked for"))
+
+    # ---- frames in
+
+    def _handle_frame(self, frame: bytes | str) -> bool:
+        """False if the connection has to end."""
+        try:
+            self._handle(decode_from_edge(frame))
+        except ProtocolError as e:
+            self._refuse(e)
+            self._violations += 1
+            return e.code not in FATAL and self._violations < MAX_VIOLATIONS
+        return True
+
+    def _handle(self, message: Message) -> None:
+        if not self._greeted and not isinstance(message, Hello):
+            raise ProtocolError(Code.BAD_STATE, "the first message is hello", getattr(message, "sid", None))
+        match message:
+            case Hello():
+                self._hello(message)
+            case Open():
+                self._open(message)
+            case Draft():
+                self._receive(message)
+            case Ack() if (seat := self._seats.get(message.sid)) is not None:
+                seat.session.acknowledge(message.committed_len)
+                self._house.scheduler.wake()
+            case Cancel():
+                self._cancel(message)
+            case Ping():
+                self._send(Pong(time=message.time))
+
+    def _hello(self, hello: Hello) -> None:
+        own = self._house.vocabulary
+        if self._greeted:
+            raise ProtocolError(Code.BAD_STATE, "hello comes once")
+        if VERSION not in hello.versions:
+            raise ProtocolError(
+                Code.VERSION, f"this verifier speaks version {VERSION}, the edge {list(hello.versions)}"
+            )
+        if hello.fingerprint != own.fingerprint:
+            text = (
+                f"the edge has the vocabulary {hello.vocabulary!r} ({hello.vocabulary_size} tokens), this verifier"
+                f" {own.name!r} ({own.size} tokens): token ids would not mean the same text"
+            )
+            raise ProtocolError(Code.VOCABULARY, text)
+        self._greeted = True
+        self._send(
+            Welcome(
+                version=VERSION,
+                model=self._house.model,
+                vocabulary_size=own.size,
+                fingerprint=own.fingerprint,
+                context=self._house.context,
+                width=self._house.scheduler.width,
+                nodes=self._house.nodes,
+                sessions=self._house.sessions,
+                session_ttl=self._house.session_ttl,
+                verify_floor=self._house.scheduler.floor,
+            )
+        )
+
+    def _open(self, opened: Open) -> None:
+        if opened.sid <= self._last_sid:
+            text = f"session {opened.sid} was opened before; numbers of sessions only go up within a connection"
+            raise ProtocolError(Code.DUPLICATE_SESSION, text, opened.sid)
+        if len(self._seats) >= self._house.sessions:
+            text = f"this connection has {len(self._seats)} sessions open, its limit"
+            raise ProtocolError(Code.SESSION_LIMIT, text, opened.sid, retry_after=1.0)
+        session, missed = self._resumed(opened)
+        seat = Seat(session, on_commit=self._commit, on_error=self._failed)
+        self._seats[opened.sid] = seat
+        self._last_sid = opened.sid
+        committed, left = len(session.committed), session.max_tokens
+        self._send(Opened(sid=opened.sid, committed_len=committed, resume=session.resume_token, max_tokens=left))
+        for commit in missed:
+            self._commit(commit)
+        if not session.finish:
+            self._house.scheduler.add(seat)
+
+    def _resumed(self, opened: Open) -> tuple[CloudSession, list[Commit]]:
+        """The very session this edge had before its link was cut, if it still waits; a new one otherwise.
+
+        With the commits that tell the edge what it missed.
+        """
+        session = self._house.take(opened.resume) if opened.resume else None
+        if session is not None and session.continues(opened):
+            return session, session.resume(opened)
+        limits = Limits(self._house.vocabulary.size, self._house.context, self._house.nodes)
+        session = CloudSession(opened, limits, secrets.token_urlsafe(16))
+        return session, session.catch_up(len(opened.held))
+
+    def _receive(self, draft: Draft) -> None:
+        """Nodes of a session that has just ended are no fault: they were on their way."""
+        seat = self._seats.get(draft.sid)
+        if seat is not None:
+            seat.session.receive(draft)
+            self._house.scheduler.wake()
+        elif draft.sid > self._last_sid:
+            raise ProtocolError(Code.UNKNOWN_SESSION, f"session {draft.sid} was never opened", draft.sid)
+
+    def _cancel(self, message: Cancel) -> None:
+        seat = self._seats.get(message.sid)
+        if seat is None:
+            return
+        session = seat.session
+        session.cancel()
+        self._commit(Commit(sid=message.sid, base=len(session.committed), tokens=(), finish=session.finish))
+
+    # ---- sessions out
+
+    def _commit(self, commit: Commit) -> None:
+        self._send(commit)
+        if commit.finish:
+            self._release(self._seats[commit.sid], keep=False)
+
+    def _failed(self, error: ProtocolError) -> None:
+        assert error.sid is not None
+        self._refuse(error)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self._send(
+            Error(
+                code=error.code,
+                message=error.message[:2000],
+                sid=error.sid,
+                retryable=error.retryable,
+                retry_after=error.retry_after,
+            )
+        )
+        if error.sid in self._seats and error.code not in HARMLESS | {Code.DUPLICATE_SESSION}:
+            self._release(self._seats[error.sid], keep=error.retryable)
+
+    def _release(self, seat: Seat, *, keep: bool) -> None:
+        """The session leaves this connection: to be resumed, or for good."""
+        del self._seats[seat.session.sid]
+        self._house.scheduler.remove(seat)
+        if keep:
+            self._house.leave(seat.session)

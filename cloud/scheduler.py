@@ -1,0 +1,203 @@
+"""Which sessions and nodes go into the next step.
+
+One loop, one engine step at a time over every session that has something to do: a plain step for those without nodes,
+a tree for those with, a chunk of the prompt for those being prefilled. Sessions take turns at being first when rows
+are short. How many nodes a step takes along is the number that makes expected tokens per second largest, from the
+nodes' probabilities and the measured cost of a step. Sockets and messages are the server's business.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from paceline.cloud.engine import Engine, Work
+from paceline.protocol.cloud_session import CloudSession, Plan, Walk
+from paceline.protocol.cost import StepCost, best_count
+from paceline.protocol.errors import Code, EngineError, ProtocolError
+from paceline.protocol.messages import Commit
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
+
+
+class Runner(Protocol):
+    """Runs blocking work outside the event loop; one call at a time. In virtual time it takes its cost in virtual seconds."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+@dataclass(eq=False)
+class Seat:
+    """A session in the scheduler: where its commits go, and its engine handle once it has one."""
+
+    session: CloudSession
+    on_commit: Callable[[Commit], None]
+    on_error: Callable[[ProtocolError], None]
+    handle: int | None = None
+    gone: bool = False
+
+    @property
+    def ready(self) -> bool:
+        s = self.session
+        return not self.gone and not s.finish and len(s.committed) - s.acknowledged < ACK_WINDOW
+
+
+@dataclass
+class Figures:
+    """Running totals for metrics."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    engine_seconds: float = 0.0
+    rows: int = 0
+    tokens: int = 0
+
+
+class Scheduler:
+    def __init__(
+        self, engine: Engine, run: Runner, clock: Callable[[], float], *, width: int | None = None, floor: float = 0.0
+    ) -> None:
+        self.engine, self.floor = engine, floor
+        self.width = engine.max_width if width is None else min(width, engine.max_width)
+        self.figures = Figures()
+        self._run, self._clock = run, clock
+        self._cost = StepCost(engine.step_cost)
+        self._seats: list[Seat] = []
+        self._leaving: list[Seat] = []
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def add(self, seat: Seat) -> None:
+        self._seats.append(seat)
+        self.wake()
+
+    def remove(self, seat: Seat) -> None:
+        """The session takes no more steps; its cache is let go of before the next step."""
+        seat.gone = True
+        if seat in self._seats:
+            self._seats.remove(seat)
+            self._leaving.append(seat)
+            self.wake()
+
+    def wake(self) -> None:
+        """Something arrived that may make a session ready."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Step for ever; ends by cancellation."""
+        while True:
+            self._wake.clear()
+            self._let_go()
+            seats = [s for s in self._seats if s.ready]
+            if not seats:
+                await self._wake.wait()
+                continue
+            await self._step(seats)
+            if self._seats:
+                self._seats.append(self._seats.pop(0))
+
+    async def _step(self, seats: Sequence[Seat]) -> None:
+        begin = self._clock()
+        seats = [s for s in seats if self._seated(s)]
+        batch = self._plan(seats)
+        if not batch:
+            return
+        results, spent = await self._run(lambda: self._verify([work for _, work in batch]))
+        elapsed = self._clock() - begin
+        if elapsed < self.floor:
+            await asyncio.sleep(self.floor - elapsed)
+        step = self._clock() - begin
+        rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
+        if all(work.choose for _, work in batch):
+            self._cost.learn(rows, spent)
+        for (seat, work), result in zip(batch, results, strict=True):
+            self._deliver(seat, work.plan, result, step)
+        f = self.figures
+        f.steps, f.rows = f.steps + 1, f.rows + rows
+        f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
+
+    def _verify(self, batch: Sequence[Work]) -> tuple[Sequence[Walk | EngineError | None], float]:
+        begin = self._clock()
+        try:
+            return self.engine.verify(batch), self._clock() - begin
+        except Exception as e:  # whatever an engine runs into ends these sessions, not the server
+            log.exception("the engine failed")
+            return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
+
+    def _seated(self, seat: Seat) -> bool:
+        """Give the session a sequence of the engine if it has none. False if there is no room."""
+        if seat.handle is None:
+            try:
+                seat.handle = self.engine.open(seat.session.sequence)
+            except EngineError as e:
+                self._fail(seat, Code.OVERLOADED, str(e), retry_after=1.0)
+                return False
+        return True
+
+    def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
+        """Each session's work. Prompts share one chunk a step, so that a long one stalls nobody for long."""
+        room, batch, choosing = self.engine.chunk, [], []
+        for seat in seats:
+            assert seat.handle is not None
+            missing = tuple(seat.session.sequence[self.engine.length(seat.handle) :])
+            assert missing, "an engine leaves at least the last token to be run"
+            taken = missing if len(missing) == 1 else missing[:room]
+            if not taken:
+                continue
+            if len(taken) > 1:
+                room -= len(taken)
+            choose = len(taken) == len(missing)
+            if choose:
+                choosing.append(seat)
+            batch.append((seat, self._work(seat, taken, choose)))
+        plans = self._share_width(choosing, sum(len(w.tokens) for _, w in batch))
+        return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
+
+    def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
+        """The nodes that pay for their rows, the likeliest of all sessions first."""
+        offers = {seat: seat.session.plan(self.width) for seat in seats}
+        reach = [(seat.session.tree.reach(n), seat) for seat, plan in offers.items() for n in plan.nodes]
+        reach.sort(key=lambda r: -r[0])
+        gains = [r for r, _ in reach[: self.width]]
+        count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
+        taken = dict.fromkeys(offers, 0)
+        for _, seat in reach[:count]:
+            taken[seat] += 1
+        return {s: offers[s] if n == len(offers[s].nodes) else s.session.plan(n) for s, n in taken.items()}
+
+    def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
+        s = seat.session
+        assert seat.handle is not None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+
+    def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
+        if seat.gone or result is None:
+            return
+        if isinstance(result, EngineError):
+            self._fail(seat, Code.ENGINE, str(result))
+            return
+        commit = seat.session.apply(plan, result, step)
+        self.figures.tokens += len(commit.tokens)
+        if commit.finish:
+            self.remove(seat)
+        seat.on_commit(commit)
+
+    def _fail(self, seat: Seat, code: Code, text: str, retry_after: float | None = None) -> None:
+        self.remove(seat)
+        seat.on_error(ProtocolError(code, text, seat.session.sid, retry_after=retry_after))
+
+    def _let_go(self) -> None:
+        for seat in self._leaving:
+            if seat.handle is not None:
+                self.engine.close(seat.handle)
+                seat.handle = None
+        self._leaving.clear()
+
+
+def _with_plan(work: Work, plan: Plan) -> Work:
+    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)

@@ -1,0 +1,34 @@
+"""The target's vocabulary on a device that has no target: fetched from the verifier once, kept by fingerprint."""
+
+from pathlib import Path
+
+from paceline.edge.text import Text
+from paceline.edge.websocket import ask_model, fetch_vocabulary
+from paceline.protocol.errors import LinkError, PacelineError
+
+
+def vocabulary_file(url: str, cache: Path) -> Path:
+    """The vocabulary of the verifier at `url`, from the cache if it was fetched before. Blocking.
+
+    Raises LinkError if the verifier cannot be reached or gives out something else, PacelineError if the disk is full.
+    """
+    facts = ask_model(url)
+    path = cache / "vocabulary" / f"{facts.fingerprint}.gguf"
+    if not path.is_file():
+        _keep(path, fetch_vocabulary(url))
+    found = Text(path).vocabulary
+    if found.fingerprint != facts.fingerprint:
+        path.unlink()
+        raise LinkError(f"{url}: the vocabulary it gives out is not that of its model {facts.model!r}")
+    return path
+
+
+def _keep(path: Path, data: bytes) -> None:
+    part = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as e:
+        part.unlink(missing_ok=True)
+        raise PacelineError(f"cannot keep the vocabulary in {path.parent}: {e.strerror or e}") from None
