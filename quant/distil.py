@@ -8,7 +8,6 @@ operator. Time, files and printing are the caller's.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import RecipeError, WeightsError
+from .landing import landing
 from .loss import divergence, hits, logits
 from .student import Student, step_parameter
 from .text import OwnText
@@ -144,10 +144,8 @@ class Trainer:
 
 def save(path: Path, student: Student, place: Place) -> None:
     """Write a checkpoint in one step: a kill at any moment leaves the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    torch.save({"format": FORMAT, "place": asdict(place), "student": student.state()}, part)
-    os.replace(part, path)
+    with landing(path) as part:
+        torch.save({"format": FORMAT, "place": asdict(place), "student": student.state()}, part)
 
 
 def load(path: Path, frozen: Callable[[str, Tensor], Tensor]) -> tuple[Student, Place]:

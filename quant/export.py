@@ -1,16 +1,15 @@
-"""Writing what the device loads: the draft's GGUF, and the target's vocabulary as a GGUF without tensors.
+"""Writing the draft's GGUF for the device.
 
-The draft has no tokenizer of its own (`tokenizer.ggml.model = none`): its rows are named by the array `paceline.token_map`
-(target id of each row, absent when rows are ids), and `paceline.input_map` says which row stands in for every target id.
+It has no tokenizer of its own (`tokenizer.ggml.model = none`) but the fingerprint of the target's vocabulary. Its rows are named
+by the array `paceline.token_map` (target id of each row, absent when rows are ids), and `paceline.input_map` says which
+row stands in for every target id. Knows nothing about how the tensors came about.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -21,9 +20,9 @@ from .decoder import Shape
 from .errors import WeightsError
 from .gguf_file import GgufFile
 from .grids import GRIDS, Grid, packed
-from .target import GgufTarget, Target
+from .landing import landing
 
-TOKEN_MAP, INPUT_MAP = "paceline.token_map", "paceline.input_map"
+FINGERPRINT, TOKEN_MAP, INPUT_MAP = "paceline.target_fingerprint", "paceline.token_map", "paceline.input_map"
 KINDS = {name: gguf.GGMLQuantizationType[name.upper()] for name in GRIDS}
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "iq4_nl": 25}  # llama.cpp's `llama_ftype`, for its messages only
 
@@ -70,15 +69,18 @@ def write_draft(
     token_map: Tensor | None,
     input_map: Tensor | None,
     rows: int,
+    fingerprint: str,
     context: int = 8192,
 ) -> None:
-    """Write draft.gguf at once or not at all. token_map: [rows]; input_map: [target ids]; both None when rows are ids.
+    """Write draft.gguf whole or not at all. fingerprint: of the target's vocabulary. token_map: [rows];
+    input_map: [target ids]; both None when rows are ids.
 
     entries are drawn one by one and kept only as packed bytes in a temporary file.
     """
     writer = gguf.GGUFWriter(None, architecture, use_temp_file=True)
     header(writer, shape, hidden, rows, context)
     writer.add_tokenizer_model("none")
+    writer.add_string(FINGERPRINT, fingerprint)
     kinds = set()
     for name, entry in entries:
         if isinstance(entry, Rounded):
@@ -90,43 +92,11 @@ def write_draft(
     if token_map is not None and input_map is not None:
         writer.add_array(TOKEN_MAP, token_map.tolist())
         writer.add_array(INPUT_MAP, input_map.tolist())
-    _finish(writer, path)
-
-
-def write_vocabulary(path: Path, target: Target) -> None:
-    """The target's tokenizer as a GGUF without tensors, every tokenizer key of its header copied."""
-    if not isinstance(target, GgufTarget):
-        raise WeightsError(f"{target.name} is no GGUF file; its tokenizer.json is copied instead.")
-    writer = gguf.GGUFWriter(None, target.architecture)
-    reader = target.file
-    for key, value in reader.metadata.items():
-        if key.startswith(("tokenizer.", f"{target.architecture}.")) or key in ("general.name", "general.license"):
-            _copy(writer, key, value)
-    _finish(writer, path)
-
-
-def _copy(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kinds: Mapping[type, Any] = {bool: writer.add_bool, str: writer.add_string, float: writer.add_float32}
-    if isinstance(value, np.ndarray):
-        writer.add_array(key, value.tolist())
-    elif isinstance(value, list):
-        writer.add_array(key, value)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        (writer.add_uint32 if 0 <= value < 1 << 32 else writer.add_int64)(key, value)
-    else:
-        kinds[type(value)](key, value)
-
-
-def _finish(writer: gguf.GGUFWriter, path: Path) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
+    with landing(path) as part:
         writer.write_header_to_file(part)
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def read_map(file: GgufFile, key: str) -> NDArray[np.int64] | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from . import build as making
-from . import distil, export, folder, store
+from . import distil, export, folder, store, vocab
 from . import text as own_text
-from .decoder import EMBEDDING
+from .decoder import EMBEDDING, Shape
 from .errors import RecipeError
 from .gguf_file import GgufFile
 from .grids import GRIDS, Q8_0
 from .report import rounding_errors
+from .requantise import Kind, requantise
 from .student import Student
 from .target import GgufTarget, Target, open_target, vocabulary
 from .text import OwnText
@@ -159,60 +160,33 @@ def maps(ids: Trim) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 
 
 def write_student(student: Student, target: Target, path: Path) -> None:
-    token_map, input_map = maps(student.trim)
-    entries = making.entries(student, target.shape)
-    rows = len(student.trim.to_target)
-    export.write_draft(
-        path, student.architecture, target_order(student, target), student.hidden(), entries, token_map, input_map, rows
-    )
-
-
-def target_order(student: Student, target: Target) -> Any:
-    from dataclasses import replace
-
-    return replace(target.shape, layers=student.shape.layers)
+    """A student as the draft file that the device loads."""
+    shape = replace(target.shape, layers=student.shape.layers)
+    _write(path, target, shape, student.hidden(), making.entries(student, target.shape), student.trim)
 
 
 def write_streamed(target: Target, recipe: making.Recipe, path: Path, quant: str, step: Step) -> None:
-    from dataclasses import replace
-
-    token_map, input_map = maps(recipe.trim)
+    """A plainly rounded draft, through llama.cpp's quantiser where that is asked for."""
     shape = replace(target.shape, layers=len(recipe.layers))
     hidden = [target.extents(f"blk.{i}.ffn_up.weight")[0] for i in recipe.layers]
-    rows = len(recipe.trim.to_target)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        whole_file = Path(scratch) / "draft.gguf" if quant == "q4_k" else path
-        export.write_draft(
-            whole_file,
-            target.architecture,
-            shape,
-            hidden,
-            making.streamed(target, recipe, step),
-            token_map,
-            input_map,
-            rows,
-        )
+        first = Path(scratch) / "draft.gguf" if quant == "q4_k" else path
+        _write(first, target, shape, hidden, making.streamed(target, recipe, step), recipe.trim)
         if quant == "q4_k":
-            requantise(whole_file, path)
+            requantise(first, path, Kind.Q4_K_M)
 
 
-def requantise(source: Path, path: Path) -> None:
-    """An 8-bit file to Q4_K_M by llama.cpp's own quantiser, which picks other types where rows do not divide by 256."""
-    from .llama import library
-
-    ll = library()
-    params = ll.llama_model_quantize_default_params()
-    params.ftype, params.allow_requantize, params.nthread = ll.LLAMA_FTYPE_MOSTLY_Q4_K_M, True, 2
-    part = path.with_name(path.name + ".part")
-    if ll.llama_model_quantize(str(source).encode(), str(part).encode(), params):
-        part.unlink(missing_ok=True)
-        raise RecipeError("llama.cpp's quantiser refused this draft; take --quant iq4_nl or q4_0.")
-    part.replace(path)
+def _write(
+    path: Path, target: Target, shape: Shape, hidden: list[int], entries: Iterable[export.Entry], ids: Trim
+) -> None:
+    token_map, input_map = maps(ids)
+    mark, rows = vocabulary(target).fingerprint, len(ids.to_target)
+    export.write_draft(path, target.architecture, shape, hidden, entries, token_map, input_map, rows, mark)
 
 
 def write_vocabulary(target: Target, source: Path, out: Path) -> None:
     if isinstance(target, GgufTarget):
-        export.write_vocabulary(out / folder.VOCABULARY, target)
+        vocab.write_vocabulary(source, out / folder.VOCABULARY)
     else:
         shutil.copyfile(source / "tokenizer.json", out / folder.TOKENIZER)
 

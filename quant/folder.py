@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from paceline.protocol.vocabulary import Vocabulary, fingerprint
 from .errors import DraftError
 from .gguf_file import GgufFile
 from .hf_folder import folder_tokens
+from .landing import landing
 
 DRAFT, VOCABULARY, TOKENIZER, CARD = "draft.gguf", "vocab.gguf", "tokenizer.json", "draft.json"
 FORMAT = 1
@@ -44,9 +44,8 @@ def digest(path: Path) -> str:
 def write_card(folder: Path, card: Card) -> None:
     """Write draft.json in one step, the digests of the files there taken anew."""
     card.files = {n: digest(folder / n) for n in (DRAFT, VOCABULARY, TOKENIZER) if (folder / n).exists()}
-    part = folder / (CARD + ".part")
-    part.write_text(json.dumps(asdict(card), indent=2) + "\n", encoding="utf-8")
-    os.replace(part, folder / CARD)
+    with landing(folder / CARD) as part:
+        part.write_text(json.dumps(asdict(card), indent=2) + "\n", encoding="utf-8")
 
 
 def read_card(folder: Path) -> Card:
@@ -121,5 +120,8 @@ def verify(folder: Path, against: Vocabulary | None = None) -> Card:
         raise DraftError(f"{folder}: the vocabulary in it is not the one its card states ({stated.name}).")
     if against is not None and against.fingerprint != stated.fingerprint:
         raise DraftError(f"{folder} is a draft for {stated.name}, not for {against.name}: their tokens differ.")
-    check_maps(GgufFile(folder / DRAFT), stated.size)
+    draft = GgufFile(folder / DRAFT)
+    if draft.metadata.get("paceline.target_fingerprint") != stated.fingerprint:
+        raise DraftError(f"{folder / DRAFT} was made for another target than its card states ({stated.name}).")
+    check_maps(draft, stated.size)
     return card

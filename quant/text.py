@@ -7,7 +7,6 @@ log-probabilities. Knows nothing of who wrote it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .errors import WeightsError
+from .landing import landing
 
 TOP = 16
 _ARRAYS = ("toks", "lens", "rs", "nl", "ti", "tv")
@@ -123,10 +123,8 @@ def load(path: Path) -> OwnText:
 
 
 def save(path: Path, text: OwnText) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part.npz")
-    np.savez_compressed(part, **{name: getattr(text, name) for name in _ARRAYS})
-    os.replace(part, path)
+    with landing(path) as part, part.open("wb") as file:
+        np.savez_compressed(file, **{name: getattr(text, name) for name in _ARRAYS})
 
 
 def joined(texts: Sequence[OwnText]) -> OwnText:

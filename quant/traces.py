@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from .errors import RecipeError
 from .gguf_file import GgufFile
+from .landing import landing
 from .llama import LlamaModel
 
 
@@ -87,10 +87,8 @@ def record(
         progress(i + 1, len(prompts))
     model.close()
     if kept:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_suffix(".part")
-        part.write_text(json.dumps([asdict(t) for t in traces]))
-        os.replace(part, kept)
+        with landing(kept) as part:
+            part.write_text(json.dumps([asdict(t) for t in traces]))
     return traces
 
 
