@@ -27,7 +27,7 @@ def gguf_tokenizer(path: Path) -> tuple[Tokenize, frozenset[int]]:
     ll.llama_log_set(quiet, ctypes.c_void_p(0))
     params = ll.llama_model_default_params()
     params.vocab_only = True
-    model = ll.llama_load_model_from_file(str(path).encode(), params)
+    model = ll.llama_model_load_from_file(str(path).encode(), params)
     if not model:
         raise RecipeError(f"llama.cpp cannot load the vocabulary of {path}.")
     vocab = ll.llama_model_get_vocab(model)

@@ -36,7 +36,7 @@ class LlamaModel:
         ll.llama_backend_init()
         self._quiet = ll.llama_log_callback(lambda *_: None)
         ll.llama_log_set(self._quiet, ctypes.c_void_p(0))
-        self._model = ll.llama_load_model_from_file(str(path).encode(), ll.llama_model_default_params())
+        self._model = ll.llama_model_load_from_file(str(path).encode(), ll.llama_model_default_params())
         if not self._model:
             raise WeightsError(f"llama.cpp cannot load {path}.")
         self.vocab = ll.llama_model_get_vocab(self._model)
@@ -44,7 +44,7 @@ class LlamaModel:
         params = ll.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = context, batch, batch
         params.n_threads = params.n_threads_batch = threads
-        self._context = ll.llama_new_context_with_model(self._model, params)
+        self._context = ll.llama_init_from_model(self._model, params)
         if not self._context:
             raise WeightsError(f"llama.cpp cannot run {path} with a context of {context} tokens.")
         self.limit, self._size = context, batch
@@ -53,7 +53,7 @@ class LlamaModel:
     def close(self) -> None:
         self._ll.llama_batch_free(self._batch)
         self._ll.llama_free(self._context)
-        self._ll.llama_free_model(self._model)
+        self._ll.llama_model_free(self._model)
 
     def forget(self, start: int = 0) -> None:
         """Drop positions from `start` on."""

@@ -1,8 +1,8 @@
 """A draft as the difference to its target's file: a fifth of the draft's size, for shipping where the target can be had anyway.
 
-A corrected and trained draft still has the code that plain rounding on its own scales would give for four weights of five; what is
-stored is its GGUF header, its scales, and the differences of codes, compressed. Applying gives the draft file back byte for
-byte, which its digest proves. NumPy only: the device applies patches.
+A corrected and trained draft still has the code that plain rounding on its own scales would give for four weights of five; what
+is stored is its GGUF header, its scales, and the differences of codes, compressed. Applying gives the draft file back byte
+for byte, which its digest proves. NumPy only: the device applies patches.
 
 Layout: magic, u32 length of a JSON table, the table, then blobs as the table lists them, each compressed with LZMA.
 """
@@ -30,6 +30,10 @@ BLOCK, BLOCK_BYTES = 32, 18
 CODES = {2: tuple(range(-8, 8)), 20: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)}
 MAX_TABLE, MAX_FILE = 1 << 24, 1 << 36
 Bytes = NDArray[np.uint8]
+Step = Callable[[int, int], None]
+
+
+def _silent(done: int, total: int) -> None: ...
 
 
 def nearest_places(w: NDArray[np.float32], scales: NDArray[np.float16], codes: tuple[int, ...]) -> Bytes:
@@ -53,14 +57,15 @@ def repacked(scales: NDArray[np.float16], places: Bytes) -> Bytes:
     return np.concatenate([np.ascontiguousarray(scales).view(np.uint8).reshape(-1, 2), body], axis=1).reshape(-1)
 
 
-def _pack(data: Bytes) -> bytes:
+def _pack(data: NDArray[np.generic]) -> bytes:
     return lzma.compress(data.tobytes(), preset=6)
 
 
 def _unpack(data: bytes, size: int) -> Bytes:
     """Exactly `size` bytes, or an error; a stream that would expand further is not followed."""
-    out = lzma.LZMADecompressor(memlimit=1 << 27).decompress(data, max_length=size + 1)
-    if len(out) != size:
+    stream = lzma.LZMADecompressor(memlimit=1 << 27)
+    out = stream.decompress(data, max_length=size + 1)
+    if len(out) != size or not stream.eof or stream.unused_data:
         raise ValueError(f"a blob holds {len(out):,} bytes instead of {size:,}")
     return np.frombuffer(out, np.uint8)
 
@@ -85,14 +90,8 @@ def _encoded(draft: GgufFile, target: GgufFile, info: TensorInfo, source: str) -
     return "whole", [_pack(raw)]
 
 
-def make(
-    draft_path: Path,
-    target_path: Path,
-    patch: Path,
-    layers: list[int],
-    step: Callable[[int, int], None] = lambda d, t: None,
-) -> None:
-    """Write the patch that turns the target's file into the draft's. layers: which of the target's layers the draft's are."""
+def make(draft_path: Path, target_path: Path, patch: Path, layers: list[int], step: Step = _silent) -> None:
+    """Write the patch that makes the draft from the target's file. layers: which of the target's layers the draft's are."""
     draft, target = GgufFile(draft_path), GgufFile(target_path)
     infos = sorted(draft.tensors.values(), key=lambda t: t.offset)
     table: list[dict[str, Any]] = []
@@ -132,7 +131,7 @@ def _table(file: BinaryIO) -> dict[str, Any]:
     return table
 
 
-def apply(patch: Path, target_path: Path, draft: Path, step: Callable[[int, int], None] = lambda d, t: None) -> None:
+def apply(patch: Path, target_path: Path, draft: Path, step: Step = _silent) -> None:
     """Write the draft's file from the patch and the target's. Raises `DraftError` when either is not the one it was made with."""
     target = GgufFile(target_path)
     try:
@@ -150,9 +149,7 @@ def apply(patch: Path, target_path: Path, draft: Path, step: Callable[[int, int]
         raise DraftError(f"{patch} is not a usable draft patch: {error}. Get it again.") from error
 
 
-def _rebuild(
-    file: BinaryIO, table: dict[str, Any], target: GgufFile, part: Path, step: Callable[[int, int], None]
-) -> None:
+def _rebuild(file: BinaryIO, table: dict[str, Any], target: GgufFile, part: Path, step: Step) -> None:
     with part.open("wb") as out:
         out.write(_unpack(file.read(table["header"][0]), table["header"][1]).tobytes())
         for i, entry in enumerate(table["tensors"]):

@@ -78,8 +78,9 @@ def distil(
     trainer = distilling.Trainer(student.to(device), text, train, pace, place)
     session = Session(trainer, target, out, held, say)
     session.run(options.minutes * 60, step)
+    result = session.finish()
     trainer.close()
-    return session.finish()
+    return result
 
 
 def load(checkpoint: Path, target: Target) -> tuple[Student, distilling.Place]:

@@ -7,6 +7,8 @@ log-probabilities. Knows nothing of who wrote it.
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +117,7 @@ def load(path: Path) -> OwnText:
         whole = len(text.toks) == tokens and text.ti.shape == text.tv.shape == (answers, TOP)
         if not whole or (text.nl != text.lens - text.rs).any() or (text.rs < 1).any():
             raise ValueError("its arrays contradict each other")
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise WeightsError(
             f"{path} is not a usable file of training text: {error}. Delete it; it is written again."
         ) from error

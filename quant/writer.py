@@ -110,13 +110,16 @@ def write(
         values, ids = best.values.cpu(), best.indices.cpu()
         for b, row in enumerate(rows):
             if not row.done and not row.given:
-                advance(row, ids[b], values[b], chat, generator)
+                advance(row, ids[b], values[b], chat, generator, length // 3)
         progress(at + 1, length - 1)
     return collected(rows)
 
 
-def advance(row: Row, ids: Tensor, logp: Tensor, chat: Chat, generator: torch.Generator) -> None:
-    """Choose the row's next token from its likeliest ids [24] and their log-probabilities."""
+def advance(row: Row, ids: Tensor, logp: Tensor, chat: Chat, generator: torch.Generator, patience: int) -> None:
+    """Choose the row's next token from its likeliest ids [24] and their log-probabilities.
+
+    A user's turn that has not ended after `patience` tokens is cut there.
+    """
     user = row.answer == 0
     if not user:
         row.top.append((ids[:TOP].numpy().copy(), logp[:TOP].numpy().copy()))
@@ -126,7 +129,7 @@ def advance(row: Row, ids: Tensor, logp: Tensor, chat: Chat, generator: torch.Ge
     else:
         choice = int(torch.multinomial(torch.softmax(logp[:USER_CHOICES] / temperature, 0), 1, generator=generator))
     token = int(ids[choice])
-    if user and token in chat.ends:
+    if user and (token in chat.ends or len(row.tokens) >= patience + len(chat.opening)):
         row.given = list(chat.reply)
         row.answer = len(row.tokens) + len(chat.reply)
         return
