@@ -12,7 +12,7 @@ import torch
 from paceline.cloud.engine import Work
 from paceline.cloud.pages import Held
 from paceline.kernels.choice import Adjustment, Choices, Forest
-from paceline.kernels.layout import BLOCK_ROWS, PAGE, Block, Ints, Layout, prefix_slots
+from paceline.kernels.layout import BLOCK_ROWS, PAGE, Block, Bools, Ints, Layout, prefix_slots
 from paceline.protocol.sampling import History
 
 
@@ -56,7 +56,7 @@ def depths(parents: Sequence[int]) -> Ints:
     return out
 
 
-def ancestors(parents: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+def ancestors(parents: Sequence[int]) -> Bools:
     """[n, n] whether node j is node i or above it."""
     out = np.eye(len(parents), dtype=bool)
     for i, parent in enumerate(parents):

@@ -77,7 +77,7 @@ def _decoder(
         weights=load(checkpoint, target, context, progress),
         vocabulary=Vocabulary.of(checkpoint.name, checkpoint.spellings),
         device=device,
-        suite=pick(device, options.exact),
+        suite=pick(device, options.exact, checkpoint.config.heads // checkpoint.config.kv_heads),
         exact=options.exact,
     )
 

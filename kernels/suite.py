@@ -43,13 +43,16 @@ def reference(exact: bool) -> Suite:
     )
 
 
-def triton(exact: bool) -> Suite:
-    """Triton kernels; they sum over fixed tiles in either mode, `exact` also takes each row's keys in order."""
+def triton(exact: bool, group: int) -> Suite:
+    """Triton kernels for models with `group` query heads a key head.
+
+    They sum over fixed tiles in either mode; `exact` also takes each row's keys in the order of positions.
+    """
     from paceline.kernels import attention_triton, choice_triton, gate_triton, norm_triton, rotary_triton
 
     return Suite(
         name="triton",
-        plan=partial(attention_triton.upload, exact=exact),
+        plan=partial(attention_triton.upload, exact=exact, group=group),
         attend=attention_triton.attend,
         norm=norm_triton.rms_norm,
         add_norm=norm_triton.add_rms_norm,
@@ -59,8 +62,8 @@ def triton(exact: bool) -> Suite:
     )
 
 
-def pick(device: torch.device, exact: bool) -> Suite:
+def pick(device: torch.device, exact: bool, group: int) -> Suite:
     """Triton where there is a CUDA device and Triton is installed; the references elsewhere."""
     if device.type == "cuda" and find_spec("triton") is not None:
-        return triton(exact)
+        return triton(exact, group)
     return reference(exact)

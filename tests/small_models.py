@@ -57,13 +57,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(name: str) -> dict[str, Any]:
-    return {**BASE, **CONFIGS[name]}
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    return {**BASE, **CONFIGS[name], **changes}
 
 
-def write_folder(folder: Path, name: str, seed: int = 0, vocabulary: int = 150) -> Path:
+def write_folder(folder: Path, name: str, seed: int = 0, vocabulary: int = 150, **changes: Any) -> Path:
     """A random model of a family; its vocabulary is smaller than its embedding, as padded ones are."""
-    config = config_of(name)
+    config = config_of(name, **changes)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tokens = {f"t{i}": i for i in range(vocabulary)}
