@@ -27,6 +27,8 @@ class Figures:
     drafted: int = 0  # nodes sent
     stale: int = 0
     rows: int = 0  # rows the draft ran
+    offered: int = 0  # steps whose last token fell where the draft had candidates
+    matched: int = 0  # of those, how often it was among them
     first_token: float | None = None
     step_seconds: float = 0.0
 
@@ -89,6 +91,9 @@ class Generation:
                 break
             self.predictor.learn(found, token, seeded=self.seeded)
             node = walked
+        last = [self._last_root, *event.walked][len(event.tokens) - 1 :]  # where the target chose by itself
+        if last and last[0] in self.found:
+            self.figures.offered, self.figures.matched = self.figures.offered + 1, self.figures.matched + len(last) - 1
         self._last_root = self.session.tree.root
 
     # ---- what the draft says
