@@ -1,12 +1,12 @@
 """One generation on the device: the session's books, the draft's candidates, and what was measured on the way."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.planner import Pace, to_run, to_send
+from paceline.edge.planner import MARGIN, Horizon, to_run, to_send
 from paceline.edge.predictor import Predictor
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import PacelineError
@@ -44,7 +44,8 @@ class Generation:
     live_limit: int = 1024
     events: "asyncio.Queue[Committed | PacelineError | None]" = field(default_factory=asyncio.Queue)
     figures: Figures = field(default_factory=Figures)
-    pace: Pace = field(default_factory=Pace)
+    horizon: Horizon = field(default_factory=Horizon)
+    one_way: Callable[[], float] = lambda: 0.0  # seconds that a message takes to the cloud
     frontier: set[int] = field(default_factory=set)
     found: dict[int, Candidates] = field(default_factory=dict)  # by node that was run
     unsent: set[int] = field(default_factory=set)
@@ -68,7 +69,7 @@ class Generation:
         f, commit = self.figures, event.commit
         if f.first_token is None:
             f.first_token = now - self.begun
-        self.pace.observe(now, len(event.tokens))
+        self.horizon.observe(now - self.one_way(), commit.step)
         if commit.step:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)
             f.accepted, f.stale = f.accepted + commit.accepted, f.stale + commit.stale
@@ -81,6 +82,7 @@ class Generation:
         self.frontier = alive
         self.unsent = {n for n in self.unsent if tree.state(n) is State.LIVE and n != tree.root}
         self.found = {n: c for n, c in self.found.items() if tree.state(n) is State.LIVE}
+        self.horizon.keep(tree)
 
     def _learn(self, event: Committed) -> None:
         """Compare what the draft offered along the committed path with what the target took."""
@@ -98,11 +100,12 @@ class Generation:
 
     # ---- what the draft says
 
-    def rows(self, count: int, ahead: float) -> list[tuple[float, int]]:
-        """(log-usefulness, node) of the nodes to run next, best first."""
+    def rows(self, count: int, now: float, step: float) -> list[tuple[float, int]]:
+        """(log-usefulness, node) of the nodes to run next, best first; a draft step takes `step` seconds."""
         if len(self.session.tree) + NODES_LEFT > self.live_limit:
             return []
-        return to_run(self.session.tree, self.frontier, ahead, count)
+        arrival = now + step + self.one_way()
+        return to_run(self.session.tree, self.horizon, self.frontier, arrival, step, count)
 
     def row(self, node: int) -> Row:
         tree, session = self.session.tree, self.session
@@ -131,13 +134,21 @@ class Generation:
             if int(token) not in self.session.stop_ids:
                 self.frontier.add(child)
 
-    def send(self, ahead: float) -> list[DraftMessage]:
-        """Messages with the nodes that have become worth their bytes."""
+    def send(self, now: float, wait: float = 0.0) -> list[DraftMessage]:
+        """Messages with the nodes that have become worth their bytes.
+
+        None yet, if a message sent `wait` seconds later reaches the cloud before its next step all the same.
+        """
+        arrival = now + self.one_way()
+        if wait and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
+            return []
+        tree = self.session.tree
         ready: dict[int, None] = {}
-        for node in to_send(self.session.tree, sorted(self.unsent), ahead):
-            chain = self.session.tree.path(node)  # a late ancestor is sent for the sake of what hangs on it
+        for node in to_send(tree, self.horizon, sorted(self.unsent), arrival):
+            chain = tree.path(node)  # a late ancestor is sent for the sake of what hangs on it
             ready.update(dict.fromkeys(n for n in chain if n in self.unsent))
         self.unsent -= ready.keys()
+        self.horizon.sent(ready, arrival)
         self.figures.drafted += len(ready)
         return self.session.send(ready)
 
@@ -145,6 +156,7 @@ class Generation:
         """The cloud holds nothing of this tree: all of it is to be sent again."""
         tree = self.session.tree
         self.unsent = {n for n in tree.subtree(tree.root) if n != tree.root}
+        self.horizon.arrives.clear()
 
     def placed(self) -> frozenset[int]:
         """Nodes that were run, or are being run, and are still wanted."""
@@ -152,8 +164,8 @@ class Generation:
         return frozenset(self.found.keys() | live)
 
 
-def share(generations: Sequence[Generation], count: int, ahead: float) -> list[tuple[float, Generation, int]]:
+def share(generations: Sequence[Generation], count: int, now: float, step: float) -> list[tuple[float, Generation, int]]:
     """(log-usefulness, generation, node): the most useful rows of all generations, best first."""
-    rows = [(u, i, node) for i, g in enumerate(generations) for u, node in g.rows(count, ahead * g.pace.rate)]
+    rows = [(u, i, node) for i, g in enumerate(generations) for u, node in g.rows(count, now, step)]
     rows.sort(key=lambda r: (-r[0], r[1], r[2]))
     return [(u, generations[i], node) for u, i, node in rows[:count]]

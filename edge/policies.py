@@ -1,6 +1,6 @@
 """Policies are values: what differs between the ways of splitting a generation, so that one agent runs them all."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.protocol.errors import PacelineError
 
@@ -21,6 +21,15 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise PacelineError(f"policy {name!r} is not known; there are {', '.join(POLICIES)}")
-    return POLICIES[name]
+    """A policy by name, with what is to differ after a colon: stream:width=4. Raises PacelineError."""
+    kind, _, rest = name.partition(":")
+    if kind not in POLICIES:
+        raise PacelineError(f"policy {kind!r} is not known; there are {', '.join(POLICIES)}")
+    chosen = POLICIES[kind]
+    for part in filter(None, rest.split(":")):
+        key, _, value = part.partition("=")
+        try:
+            chosen = replace(chosen, **{key: int(value)})
+        except (TypeError, ValueError):
+            raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
+    return replace(chosen, name=name)

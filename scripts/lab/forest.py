@@ -57,8 +57,8 @@ class Forest:
 
     def _run(self, paths: Sequence[Sequence[int]]) -> list[Logits]:
         tokens, positions, ids, wanted = list[int](), list[int](), list[tuple[int]](), list[bool]()
-        for path in paths:
-            at, sequence = self._place(path)
+        placed = [self._place(path) for path in paths]
+        for path, (at, sequence) in zip(paths, placed, strict=True):
             for i in range(at, len(path)):
                 tokens.append(self._map.row(path[i]))
                 positions.append(i)
@@ -67,10 +67,15 @@ class Forest:
         while True:
             try:
                 logits = self._context.decode(tokens, positions, ids, wanted)
-                return [self._map.to_target(row).copy() for row in logits]
+                break
             except EngineError:
                 if not self._let_go():
                     raise
+        for path, (at, sequence) in zip(paths, placed, strict=True):
+            fork = self._tips[sequence][0]
+            for n in range(at + 1, len(path) + 1):  # only now: nobody may share cells that are not there yet
+                self._held[(fork, *path[fork:n])] = sequence
+        return [self._map.to_target(row).copy() for row in logits]
 
     def _place(self, path: Sequence[int]) -> tuple[int, int]:
         """A sequence id that holds the cells of `path` up to an index, and that index; it will hold the rest as well."""
@@ -89,8 +94,6 @@ class Forest:
                 self._let_go()
             sequence = self._free.pop()
             self._context.share(source, sequence, 0, end)
-        for n in range(end + 1, len(path) + 1):
-            self._held[(fork, *path[fork:n])] = sequence
         self._tips[sequence] = (fork, *path[fork:])
         return end, sequence
 
