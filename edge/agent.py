@@ -109,7 +109,15 @@ class Agent:
         """
         size = self._vocabulary.size
         session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
-        generation = Generation(session, self.predictor, self._clock(), one_way=lambda: self.link.round_trip.seconds / 2)
+        generation = Generation(
+            session,
+            self.predictor,
+            self._clock(),
+            one_way=lambda: self.link.round_trip.seconds / 2,
+            row_seconds=lambda: self.cost(1),
+            rounds=self.policy.new_rounds(),
+            fan_out=self.policy.candidates,
+        )
         report(generation)
         self._enter(generation)
         try:
@@ -199,6 +207,8 @@ class Agent:
         self._generations[sid] = generation
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
+            generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
+        generation.prepare(self.policy.waits and self._draft is not None)
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
@@ -283,10 +293,11 @@ class Agent:
                 self._send_nodes(generation, self.cost(len(chosen)))
 
     def _pick(self) -> list[tuple[Generation, int]]:
-        running = [g for g in self._generations.values() if g.session.phase is Phase.RUNNING and g.handle is not None]
+        live = (Phase.OPENING, Phase.RUNNING)  # what is drafted while a session opens is sent when it is open
+        running = [g for g in self._generations.values() if g.session.phase in live and g.handle is not None]
         if not running:
             return []
-        chosen = share(running, self.policy.width or MAX_ROWS, self._clock(), self.cost(1))
+        chosen = share(running, self.policy.width or MAX_ROWS, self._clock())
         count = best_count([u for u, _, _ in chosen], self.cost) if self.policy.width is None else len(chosen)
         return [(g, node) for _, g, node in chosen[: max(count, 1)]]
 

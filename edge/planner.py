@@ -18,6 +18,8 @@ from paceline.protocol.tree import Tree
 DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
 LEAST = math.log(1e-3)  # nodes less useful than this are not run
 SENT = math.log(0.02)  # nodes less useful than this are not sent
+PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
+PATIENT = 1.0  # by how much waiting must be better than stepping
 MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
 
 
@@ -30,6 +32,7 @@ class Horizon:
 
     begun: float = 0.0
     step: float = 0.0
+    patience: float = 0.0  # for which it waits where it holds nothing
     arrives: dict[int, float] = field(default_factory=dict)
 
     def observe(self, made: float, seconds: float) -> None:
@@ -63,7 +66,7 @@ class Horizon:
             times.append(self.arrives[node])
             node = tree.parent(node)
         times.reverse()
-        now, depth, n = self.begun, 0, len(times)
+        now, depth, n = self.begun + (0.0 if self.arrives else self.patience), 0, len(times)
         while now < at:
             while depth < n and times[depth] <= now:
                 depth += 1
@@ -72,6 +75,20 @@ class Horizon:
             if depth > n:  # nothing is held there: one token a step
                 return depth + max(0, math.ceil((at - now) / self.step))
         return depth
+
+
+def patience(round_trip: float, row: float, acceptance: float, rate: float) -> float:
+    """Seconds for which the cloud had better wait for nodes where it holds none; 0: a step without them is better.
+
+    After a round trip and k rows of `row` seconds it has k nodes, a + a^2 + ... + a^k tokens more with a the `acceptance`.
+    That must beat `rate`, the tokens a second made otherwise; and the last node must be worth its row.
+    """
+    nodes = 1
+    while nodes < PATIENT_NODES and acceptance ** (nodes + 1) > rate * row:
+        nodes += 1
+    wait = round_trip + nodes * row + MARGIN
+    gain = sum(acceptance**k for k in range(1, nodes + 1))
+    return wait if gain > PATIENT * rate * wait else 0.0
 
 
 def late(horizon: Horizon, tree: Tree, node: int, at: float, cache: dict[int, int]) -> int:

@@ -32,6 +32,10 @@ class Forest:
         self._held: dict[tuple[int, ...], int] = {}  # (where a path leaves the trunk, tokens from there) -> sequence id
         self._tips: OrderedDict[int, tuple[int, ...]] = OrderedDict()  # sequence id -> the longest such, oldest first
 
+    def stands(self, tokens: Sequence[int]) -> bool:
+        """Is this the text on the trunk?"""
+        return self._trunk == list(tokens)
+
     def plant(self, tokens: Sequence[int], wanted_from: int) -> Iterator[tuple[int, Logits]]:
         """Begin with a new trunk. Yields (index, logits after the token there) for indices from `wanted_from` on."""
         self._context.clear()

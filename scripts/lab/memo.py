@@ -40,13 +40,13 @@ class Memo:
     def __init__(self, file: Path, case: Case, forest: Callable[[], Forest]) -> None:
         self._file, self._case, self._forest = file, case, forest
         self._found: dict[Digest, Candidates] = {}
-        self._planted, self._fresh = False, 0
+        self._fresh = 0
         self._load()
 
     def of(self, paths: Sequence[tuple[Digest, Sequence[int]]]) -> list[Candidates]:
         """Candidates after each path, given as its digest and its tokens after the prompt."""
         missing = {digest: tokens for digest, tokens in paths if digest not in self._found}
-        if missing and not self._planted:
+        if missing and not self._forest().stands([*self._case.prompt, *self._case.text]):
             self._plant()
             missing = {digest: tokens for digest, tokens in missing.items() if digest not in self._found}
         if missing:
@@ -86,7 +86,6 @@ class Memo:
 
     def _plant(self) -> None:
         """Run the target's own text, which every policy asks for."""
-        self._planted = True
         whole, first = [*self._case.prompt, *self._case.text], len(self._case.prompt) - 1
         for i, row in self._forest().plant(whole, first):
             tokens = whole[first + 1 : i + 1]
