@@ -25,6 +25,7 @@ from paceline.protocol.messages import Error, Goaway, Hello, Message, Ping, Pong
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.25, 15.0
 GREETING_SECONDS = 10.0
 PING_SECONDS = 1.0
+STEADY_SECONDS = 5.0  # a link that was up for longer than this comes back at once
 SILENCE_SECONDS = 15.0  # a link on which no pong comes for this long is taken for dead
 
 
@@ -103,8 +104,9 @@ class Link:
             except (OSError, TimeoutError, ChannelClosed, LinkError) as e:
                 failures, self.last_error = failures + 1, str(e) or type(e).__name__
             else:
+                begin = self._clock()
                 up = await self._serve(channel)
-                failures = 0 if up else failures + 1
+                failures = 0 if up and self._clock() - begin > STEADY_SECONDS else failures + 1
             self.state = State.DOWN
             if self._attempts is not None and failures >= self._attempts:
                 raise LinkError(self.last_error)
@@ -159,7 +161,8 @@ class Link:
                     self.round_trip.observe(max(self._pong_at - message.time, 0.0))
                 case Goaway():
                     self.last_error = message.reason
-                    return
+                    if not message.drain:
+                        return
                 case _:
                     self._listener.link_message(message)
 

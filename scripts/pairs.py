@@ -24,13 +24,25 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
         return Pair(found, resolve(draft, cache, report))
 
 
-def vocabulary_of(model: Path) -> Path:
-    """The vocabulary-only GGUF of a model file, written into the cache once."""
-    from paceline.quant.vocab import write_vocabulary
+def draft_of(pair: str, draft: str | None) -> Path:
+    """The draft alone, for a verifier elsewhere: the one given, or that of a named pair."""
+    if draft is None:
+        return files_of(pair, None, None).draft
+    with progress_bar(draft) as report:
+        return resolve(draft, cache_folder(), report)
 
-    stat = model.stat()
-    path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.gguf"
+
+def vocabulary_of(model: Path) -> Path:
+    """The vocabulary alone of a model file or folder, written into the cache once."""
+    from paceline.quant.vocab import write_vocabulary
+    from paceline.quant.vocab_bundle import write_folder_vocabulary
+
+    source = model / "tokenizer.json" if model.is_dir() else model
+    if not source.is_file():
+        raise PacelineError(f"{model} has no tokenizer.json: fetch the model's tokenizer files too")
+    stat = source.stat()
+    path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.vocabulary"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_vocabulary(model, path)
+        write_folder_vocabulary(model, path) if model.is_dir() else write_vocabulary(model, path)
     return path
