@@ -33,6 +33,7 @@ class Options:
     cache_bytes: int | None = None
     sequences: int = 256
     free_width: int | None = None  # None: measured
+    graphs: bool = True  # on CUDA
 
 
 def bring_up(path: Path, options: Options, progress: Progress = lambda done, total: None) -> TorchEngine:
@@ -45,6 +46,10 @@ def bring_up(path: Path, options: Options, progress: Progress = lambda done, tot
         checkpoint.config, _space(options, checkpoint.config, context, decoder), _dtype(options, device), device
     )
     engine = TorchEngine(decoder, cache, min(context, (cache.pages.count - 1) * PAGE))
+    if decoder.suite.name == "triton" and options.quant in (None, "w4") and options.graphs:
+        from paceline.cloud.graphs import Graphs
+
+        engine.run = Graphs(decoder, cache, engine.eager)
     if options.exact:
         demand_exactness(engine)
     engine.free_width = measure_free_width(engine) if options.free_width is None else options.free_width
