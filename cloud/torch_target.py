@@ -38,8 +38,14 @@ class Options:
 
 def bring_up(path: Path, options: Options, progress: Progress = lambda done, total: None) -> TorchEngine:
     """The engine for the model at `path`. Raises EngineError with what to do about it."""
+    return bring_up_checkpoint(open_checkpoint(path), options, progress)
+
+
+def bring_up_checkpoint(
+    checkpoint: Checkpoint, options: Options, progress: Progress = lambda done, total: None
+) -> TorchEngine:
+    """As `bring_up`, from a checkpoint that is open already."""
     device = pick_device(options.device)
-    checkpoint = open_checkpoint(path)
     context = min(options.context or DEFAULT_CONTEXT, checkpoint.config.context)
     decoder = _decoder(checkpoint, options, device, context, progress)
     cache = Cache(
