@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from paceline.kernels.philox import all_gumbel, gumbel
+from paceline.kernels.philox import gumbel, minus_all_gumbel
 from paceline.protocol.sampling import Sampling
 from torch import Tensor
 
+_ROWS_AT_ONCE = 4
 _TOP_P_HEAD = 1024  # top-p looks among this many likeliest tokens before it sorts the whole vocabulary
 
 
@@ -102,7 +103,7 @@ def choose(logits: Tensor, rows: Tensor, forest: Forest, choices: Choices) -> tu
     drawn = [i for i, p in enumerate(params) if not p.greedy and finite[i]]
     if drawn:
         positions = forest.positions[rows[drawn]]
-        tokens[drawn] = _draw(x[drawn], [params[i] for i in drawn], positions)
+        tokens[drawn] = _draw(x[drawn], best[drawn], [params[i] for i in drawn], positions)
     return tokens, finite
 
 
@@ -123,28 +124,29 @@ def _filters(p: Sampling) -> bool:
     return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
 
 
-def _draw(x: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
-    """Sampled tokens [n] from adjusted logits [n, V]."""
-    least = thresholds(x, params) if any(map(_filters, params)) else None
-    rows = zip(x, params, positions.tolist(), least if least is not None else [None] * len(x), strict=True)
-    return torch.stack([_draw_one(row, p, position, edge) for row, p, position, edge in rows])
+def _draw(x: Tensor, high: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
+    """Sampled tokens [n] from adjusted logits [n, V] and their maxima [n].
 
-
-def _draw_one(x: Tensor, p: Sampling, position: int, least: Tensor | None) -> Tensor:
-    """The token of one row [V]: all scores in float32, and the few near the best again in float64.
-
-    Row by row, because a row's numbers fit into a core's cache, and all rows' do not.
+    All scores in float32, then the few near the best in float64; a few rows at a time, so that they stay in the cache.
     """
-    rough = x.float() / p.temperature
-    doubt = 1e-4 + 1e-6 * rough.max().abs()
-    rough += all_gumbel(p.seed, position, len(x), x.device)
-    if least is not None:
-        rough.masked_fill_(x < least, -torch.inf)
-    near = (rough >= rough.max() - doubt).nonzero()[:, 0]
-    seed, at = torch.tensor(p.seed, device=x.device), torch.tensor(position, device=x.device)
-    score = x[near].double() / p.temperature + gumbel(seed, at, near)
-    best: Tensor = near[score.argmax()]
-    return best
+    seeds = torch.tensor([p.seed for p in params], device=x.device)
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=x.device)
+    least = thresholds(x, params) if any(map(_filters, params)) else None
+    doubt = 1e-4 + 1e-6 * (high / temperature).abs()  # more than float32 errs near the best
+    out = []
+    for some in torch.split(torch.arange(len(x), device=x.device), _ROWS_AT_ONCE):
+        rough = x[some].float() / temperature[some, None].float()
+        rough -= minus_all_gumbel(seeds[some], positions[some], x.shape[1])
+        if least is not None:
+            rough.masked_fill_(x[some] < least[some, None], -torch.inf)
+        best, first = rough.max(-1)
+        near = rough >= (best - doubt[some]).float()[:, None]
+        for i in (near.sum(-1) > 1).nonzero()[:, 0].tolist():
+            row, ids = some[i], near[i].nonzero()[:, 0]
+            score = x[row, ids].double() / temperature[row] + gumbel(seeds[row], positions[row], ids)
+            first[i] = ids[score.argmax()]  # equal scores: the lowest id
+        out.append(first)
+    return torch.cat(out)
 
 
 def thresholds(x: Tensor, params: list[Sampling]) -> Tensor:
