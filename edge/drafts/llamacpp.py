@@ -109,9 +109,7 @@ class LlamaDraft:
         put = [self._put_root(batch, row) if row.parent < 0 else self._put_child(batch, row) for row in rows]
         if not batch.tokens:
             return Extended([None] * len(rows))
-        logits = self._decode(batch)
-        for g, node, path, position in batch.placed:
-            g.placed[node] = (path, position)
+        logits = self._decode_placed(batch)
         which = iter(range(len(logits)))
         found = [self._candidates(logits[next(which)], row) if ok else None for row, ok in zip(rows, put, strict=True)]
         return Extended(found, self._ran, self._forward)
@@ -140,7 +138,6 @@ class LlamaDraft:
         for i in range(min(g.cached, last), last + 1):
             batch.add(self._map.row(g.text[i]), i, g.trunk, i == last)
         batch.placed.append((g, row.node, g.trunk, last))
-        g.cached = last + 1
         return True
 
     def _put_child(self, batch: Batch, row: Row) -> bool:
@@ -160,6 +157,20 @@ class LlamaDraft:
         batch.add(self._map.row(row.token), row.position, path, True)
         batch.placed.append((g, row.node, path, row.position))
         return True
+
+    def _decode_placed(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Run a batch of nodes. Only then are they placed: what did not run leaves no trace."""
+        try:
+            logits = self._decode(batch)
+        except EngineError:
+            for g in {id(g): g for g, *_ in batch.placed}.values():
+                self._free_paths(g)
+            raise
+        for g, node, path, position in batch.placed:
+            g.placed[node] = (path, position)
+            if path == g.trunk:
+                g.cached = position + 1
+        return logits
 
     def _prefill(self, g: Generation) -> None:
         while len(g.text) - g.cached > TAIL:
