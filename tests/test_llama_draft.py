@@ -86,6 +86,10 @@ class Grower:
         for _ in range(batches):
             self.run(rng.sample(sorted(self.frontier), min(width, len(self.frontier))))
 
+    def fill(self, batches: int) -> None:
+        for _ in range(batches):
+            self.run(sorted(self.frontier)[-16:])
+
     def commit(self, tokens: Sequence[int]) -> None:
         walked = self.tree.advance(tokens)
         self.text.extend(tokens)
@@ -210,8 +214,7 @@ def test_a_full_cache_is_said_and_everybody_goes_on_when_there_is_room(
     hog, late = Grower(draft, PROMPT), Grower(draft, [2, 700, 701, 702])
     hog.run([hog.tree.root])
     with pytest.raises(EngineError, match="full"):
-        for _ in range(64):  # llama.cpp rounds the cache up to 512 cells
-            hog.run(sorted(hog.frontier)[-16:])
+        hog.fill(64)  # of 16 rows; llama.cpp rounds the cache up to 512 cells
     for _ in range(2):
         with pytest.raises(EngineError, match="full"):
             late.run([late.tree.root])

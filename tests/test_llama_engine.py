@@ -144,7 +144,7 @@ def test_a_side_branch_that_was_taken_runs_again_in_order(load, story, seen: Row
 def test_out_of_order_the_bits_differ(load, story, seen: Rows) -> None:
     """The negative control: the same trees with the ordering off."""
     prompt, text, rows = story
-    engine, rng = load(keep_order=False), random.Random(0)
+    engine = load(keep_order=False)
     handle, sequence = engine.open(prompt), [*prompt]
     while len(sequence) < len(prompt) + len(text) - 8 and sequence == (prompt + text)[: len(sequence)]:
         right = text[len(sequence) - len(prompt) :]
