@@ -25,6 +25,7 @@ from paceline.protocol.messages import (
     Commit,
     Draft,
     Error,
+    Goaway,
     Hello,
     Message,
     Open,
@@ -36,6 +37,7 @@ from paceline.protocol.messages import (
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_VIOLATIONS = 100  # wrong frames before the connection is closed
+MAX_WAITING = 1024  # sessions without an edge, over all connections; the oldest go first
 OUTBOX = 4096  # frames waiting for a slow reader before it is taken for gone
 
 
@@ -54,10 +56,24 @@ class House:
     waiting: dict[str, tuple[CloudSession, float]] = field(
         default_factory=dict
     )  # resume token -> session, when it goes
+    open_connections: set["Connection"] = field(default_factory=set)
+    draining: bool = False
+
+    @property
+    def connections(self) -> int:
+        return len(self.open_connections)
+
+    def drain(self, seconds: float) -> None:
+        """Take no new sessions; tell every edge that running ones may go on for that long."""
+        self.draining = True
+        for connection in self.open_connections:
+            connection.send(Goaway(reason="this verifier is going away", drain=seconds))
 
     def leave(self, session: CloudSession) -> None:
         """A session whose edge is gone waits to be resumed."""
         self.forget_old()
+        while len(self.waiting) >= MAX_WAITING:
+            del self.waiting[next(iter(self.waiting))]
         self.waiting[session.resume_token] = (session, self.clock() + self.session_ttl)
 
     def take(self, token: str) -> CloudSession | None:
@@ -77,11 +93,13 @@ class Connection:
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(OUTBOX)
         self._greeted = False
         self._last_sid = -1
+        self._closing: asyncio.Future[None] | None = None
         self._violations = 0
 
     async def serve(self) -> None:
         """Answer frames until the edge goes or has to go."""
         writer = asyncio.create_task(self._write())
+        self._house.open_connections.add(self)
         try:
             while True:
                 frame = await self._channel.receive()
@@ -91,6 +109,7 @@ class Connection:
         except (ChannelClosed, TimeoutError):
             pass
         finally:
+            self._house.open_connections.discard(self)
             writer.cancel()
             for seat in list(self._seats.values()):
                 self._release(seat, keep=True)
@@ -105,7 +124,7 @@ class Connection:
         except ChannelClosed:
             pass
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         try:
             self._outbox.put_nowait(encode(message))
         except asyncio.QueueFull:
@@ -119,7 +138,7 @@ class Connection:
             self._handle(decode_from_edge(frame))
         except ProtocolError as e:
             self._refuse(e)
-            self._violations += 1
+            self._violations += e.code not in HARMLESS
             return e.code not in FATAL and self._violations < MAX_VIOLATIONS
         return True
 
@@ -139,7 +158,7 @@ class Connection:
             case Cancel():
                 self._cancel(message)
             case Ping():
-                self._send(Pong(time=message.time))
+                self.send(Pong(time=message.time))
 
     def _hello(self, hello: Hello) -> None:
         own = self._house.vocabulary
@@ -156,7 +175,7 @@ class Connection:
             )
             raise ProtocolError(Code.VOCABULARY, text)
         self._greeted = True
-        self._send(
+        self.send(
             Welcome(
                 version=VERSION,
                 model=self._house.model,
@@ -178,12 +197,15 @@ class Connection:
         if len(self._seats) >= self._house.sessions:
             text = f"this connection has {len(self._seats)} sessions open, its limit"
             raise ProtocolError(Code.SESSION_LIMIT, text, opened.sid, retry_after=1.0)
+        if self._house.draining:
+            text = "this verifier is going away and takes no new sessions; another one will"
+            raise ProtocolError(Code.OVERLOADED, text, opened.sid, retry_after=1.0)
         session, missed = self._resumed(opened)
         seat = Seat(session, on_commit=self._commit, on_error=self._failed)
         self._seats[opened.sid] = seat
         self._last_sid = opened.sid
         committed, left = len(session.committed), session.max_tokens
-        self._send(Opened(sid=opened.sid, committed_len=committed, resume=session.resume_token, max_tokens=left))
+        self.send(Opened(sid=opened.sid, committed_len=committed, resume=session.resume_token, max_tokens=left))
         for commit in missed:
             self._commit(commit)
         if not session.finish:
@@ -221,7 +243,7 @@ class Connection:
     # ---- sessions out
 
     def _commit(self, commit: Commit) -> None:
-        self._send(commit)
+        self.send(commit)
         if commit.finish:
             self._release(self._seats[commit.sid], keep=False)
 
@@ -230,7 +252,7 @@ class Connection:
         self._refuse(error)
 
     def _refuse(self, error: ProtocolError) -> None:
-        self._send(
+        self.send(
             Error(
                 code=error.code,
                 message=error.message[:2000],

@@ -54,6 +54,21 @@ class Figures:
     engine_seconds: float = 0.0
     rows: int = 0
     tokens: int = 0
+    session_steps: int = 0  # steps, once for each session that chose in them
+    hits: int = 0  # of those, with at least one node held
+    drafts: int = 0  # of those, with at least one node verified
+    verified: int = 0
+    accepted: int = 0
+    stale: int = 0
+
+    def count(self, commit: Commit) -> None:
+        self.tokens += len(commit.tokens)
+        self.session_steps += 1
+        self.hits += commit.held > 0
+        self.drafts += commit.verified > 0
+        self.verified += commit.verified
+        self.accepted += commit.accepted
+        self.stale += commit.stale
 
 
 class Scheduler:
@@ -68,12 +83,15 @@ class Scheduler:
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
         self._wake = asyncio.Event()
+        self.idle = asyncio.Event()  # set while there are no sessions
+        self.idle.set()
 
     def __len__(self) -> int:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
         self._seats.append(seat)
+        self.idle.clear()
         self.wake()
 
     def remove(self, seat: Seat) -> None:
@@ -83,6 +101,8 @@ class Scheduler:
             self._seats.remove(seat)
             self._leaving.append(seat)
             self.wake()
+        if not self._seats:
+            self.idle.set()
 
     def wake(self) -> None:
         """Something arrived that may make a session ready."""
@@ -182,7 +202,7 @@ class Scheduler:
             self._fail(seat, Code.ENGINE, str(result))
             return
         commit = seat.session.apply(plan, result, step)
-        self.figures.tokens += len(commit.tokens)
+        self.figures.count(commit)
         if commit.finish:
             self.remove(seat)
         seat.on_commit(commit)

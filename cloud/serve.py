@@ -11,8 +11,9 @@ from pathlib import Path
 
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
+from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
-from paceline.cloud.server import OneThread, start
+from paceline.cloud.server import OneThread, start, tls_context
 from paceline.protocol.errors import PacelineError
 
 
@@ -31,6 +32,11 @@ class Settings:
     verify_floor: float = 0.0
     session_ttl: float = 60.0
     keep_order: bool = True
+    drain_timeout: float = 30.0
+    keys: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    tls_clients: Path | None = None
 
 
 def load_engine(settings: Settings, model: Path | None) -> Engine:
@@ -73,24 +79,56 @@ async def serve(
         session_ttl=settings.session_ttl,
         clock=time.perf_counter,
     )
-    server = await start(house, settings.host, settings.port, vocabulary)
+    keys = Keys(settings.keys) if settings.keys is not None else None
+    tls = None
+    if settings.tls_certificate is not None:
+        tls = tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
+    server = await start(house, settings.host, settings.port, vocabulary, keys=keys, tls=tls)
     stepping = asyncio.create_task(scheduler.run())
-    stop = asyncio.Event()
+    stop = Stop()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError):
-            loop.add_signal_handler(name, stop.set)
+            loop.add_signal_handler(name, stop.ask)
     if stop_with_stdin:
-        loop.run_in_executor(None, _wait_for_end_of_stdin, lambda: loop.call_soon_threadsafe(stop.set))
+        loop.run_in_executor(None, _wait_for_end_of_stdin, lambda: loop.call_soon_threadsafe(stop.end))
     host, port = server.sockets[0].getsockname()[:2]
-    ready(f"ws://{host}:{port}")
-    await asyncio.wait([stepping, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+    ready(f"{'wss' if tls else 'ws'}://{host}:{port}")
+    await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
+    await _drain(house, stop, settings.drain_timeout)
     server.close()
     stepping.cancel()
     with suppress(asyncio.CancelledError):
         await stepping
     await server.wait_closed()
     thread.close()
+
+
+class Stop:
+    """A first signal asks for the end, a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.asked, self.now = asyncio.Event(), asyncio.Event()
+
+    def ask(self) -> None:
+        if self.asked.is_set():
+            self.now.set()
+        self.asked.set()
+
+    def end(self) -> None:
+        self.now.set()
+        self.asked.set()
+
+
+async def _drain(house: House, stop: Stop, seconds: float) -> None:
+    """Let running sessions end, for at most so many seconds; then they go on elsewhere, from what their edges hold."""
+    if stop.now.is_set() or not len(house.scheduler):
+        return
+    house.drain(seconds)
+    waits = [asyncio.create_task(house.scheduler.idle.wait()), asyncio.create_task(stop.now.wait())]
+    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def _wait_for_end_of_stdin(then: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ what came of it. Clock, runner and transport are passed in; nothing here knows w
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import Random
@@ -31,6 +32,7 @@ from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_ROWS = 16  # rows of one draft step
+log = logging.getLogger(__name__)
 ACK_EVERY = 64  # tokens after which the cloud is told what has arrived, where no draft tells it
 
 
@@ -309,7 +311,8 @@ class Agent:
             return Extended()
         try:
             return self._draft.extend(rows)
-        except EngineError:
+        except EngineError as e:  # these generations go on plainly
+            log.warning("the draft could not run: %s", e)
             return Extended([None] * len(rows))
 
     def _ran(self, generation: Generation, node: int, found: Candidates | None) -> None:

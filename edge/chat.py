@@ -28,6 +28,14 @@ class Chat:
     say: Callable[[str], None]
     stats: bool = False
     turns: list[Turn] = field(default_factory=list)
+    summary: str = ""  # how the last whole answer was made
+
+    async def turn(self, question: str) -> None:
+        """One turn with what belongs around it: the end of the line, and the summary where `stats` asks for it."""
+        await self.ask(question)
+        self.write("\n")
+        if self.stats:
+            self.say(self.summary)
 
     async def ask(self, question: str) -> str:
         """One turn: what was asked and what was answered stay in the conversation, also when the answer was stopped."""
@@ -63,10 +71,9 @@ class Chat:
             await events.aclose()
         if piece := decoder.end():
             yield piece
-        if self.stats:
-            self.say(self._stats_line(generations[0], count, time.perf_counter() - begun))
+        self.summary = self._summary(generations[0], count, time.perf_counter() - begun)
 
-    def _stats_line(self, generation: Generation, count: int, seconds: float) -> str:
+    def _summary(self, generation: Generation, count: int, seconds: float) -> str:
         f = generation.figures
         hit, accepted = f.hits / max(f.steps, 1), f.accepted / max(f.steps, 1)
         trip = self.agent.link.round_trip.seconds
@@ -86,11 +93,10 @@ async def interactive(chat: Chat, read: Callable[[], Awaitable[str]], interrupts
             return
         if not question.strip():
             continue
-        task = asyncio.ensure_future(chat.ask(question))
+        task = asyncio.ensure_future(chat.turn(question))
         interrupts.target = task
         try:
             await task
-            chat.write("\n")
         except asyncio.CancelledError:
             chat.write("\n")
             chat.say("[stopped]")
@@ -107,7 +113,7 @@ class Interrupts:
     """Ctrl-C while an answer runs cancels that task and nothing else."""
 
     def __init__(self) -> None:
-        self.target: asyncio.Task[str] | None = None
+        self.target: asyncio.Task[None] | None = None
 
     def __call__(self) -> None:
         if self.target is not None:

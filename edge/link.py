@@ -25,7 +25,7 @@ from paceline.protocol.messages import Error, Goaway, Hello, Message, Ping, Pong
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.25, 15.0
 GREETING_SECONDS = 10.0
 PING_SECONDS = 1.0
-STEADY_SECONDS = 5.0  # a link that held for less is come back to with a pause, as one that never came up
+STEADY_SECONDS = 5.0  # a link that was up for longer than this comes back at once
 SILENCE_SECONDS = 15.0  # a link on which no pong comes for this long is taken for dead
 
 
@@ -96,26 +96,25 @@ class Link:
 
     async def run(self) -> None:
         """Keep the link up. Raises ProtocolError if the cloud refuses this edge, LinkError after `attempts` failures."""
-        failures = pauses = 0
+        failures = 0
         while True:
-            self.state, begun = State.CONNECTING, self._clock()
+            self.state = State.CONNECTING
             try:
                 channel = await self._connect()
             except (OSError, TimeoutError, ChannelClosed, LinkError) as e:
                 failures, self.last_error = failures + 1, str(e) or type(e).__name__
             else:
+                begin = self._clock()
                 up = await self._serve(channel)
-                failures = 0 if up else failures + 1
+                failures = 0 if up and self._clock() - begin > STEADY_SECONDS else failures + 1
             self.state = State.DOWN
             if self._attempts is not None and failures >= self._attempts:
                 raise LinkError(self.last_error)
-            steady = not failures and self._clock() - begun >= STEADY_SECONDS
-            pauses = 0 if steady else pauses + 1
-            await asyncio.sleep(self._back_off(pauses))
+            await asyncio.sleep(self._back_off(failures))
 
-    def _back_off(self, pauses: int) -> float:
-        limit = min(LAST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** min(pauses - 1, 16))  # 2 ** 1024 is no float
-        return self._random.uniform(0.0, limit) if pauses else 0.0
+    def _back_off(self, failures: int) -> float:
+        limit = min(LAST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** max(failures - 1, 0))
+        return self._random.uniform(0.0, limit) if failures else 0.0
 
     async def _serve(self, channel: Channel) -> bool:
         """One connection, from greeting to end. True if it came up."""
@@ -162,7 +161,8 @@ class Link:
                     self.round_trip.observe(max(self._pong_at - message.time, 0.0))
                 case Goaway():
                     self.last_error = message.reason
-                    return
+                    if not message.drain:
+                        return
                 case _:
                     self._listener.link_message(message)
 

@@ -1,26 +1,37 @@
 """The target's vocabulary on a device that has no target: fetched from the verifier once, kept by fingerprint."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.edge.text import Text
-from paceline.edge.websocket import ask_model, fetch_vocabulary
+from paceline.edge.websocket import Address, ModelFacts, ask_model, fetch_vocabulary
 from paceline.protocol.errors import LinkError, PacelineError
 
 
-def vocabulary_file(url: str, cache: Path) -> Path:
-    """The vocabulary of the verifier at `url`, from the cache if it was fetched before. Blocking.
+def vocabulary_file(addresses: Sequence[Address], cache: Path) -> Path:
+    """The vocabulary of the first verifier that answers, from the cache if it was fetched before. Blocking.
 
     Raises LinkError if the verifier cannot be reached or gives out something else, PacelineError if the disk is full.
     """
-    facts = ask_model(url)
-    path = cache / "vocabulary" / f"{facts.fingerprint}.gguf"
+    address, facts = _first_answer(addresses)
+    path = cache / "vocabulary" / f"{facts.fingerprint}.vocabulary"
     if not path.is_file():
-        _keep(path, fetch_vocabulary(url))
+        _keep(path, fetch_vocabulary(address))
     found = Text(path).vocabulary
     if found.fingerprint != facts.fingerprint:
         path.unlink()
-        raise LinkError(f"{url}: the vocabulary it gives out is not that of its model {facts.model!r}")
+        raise LinkError(f"{address.url}: the vocabulary it gives out is not that of its model {facts.model!r}")
     return path
+
+
+def _first_answer(addresses: Sequence[Address]) -> tuple[Address, ModelFacts]:
+    failure = LinkError("no address of a verifier was given")
+    for address in addresses:
+        try:
+            return address, ask_model(address)
+        except LinkError as e:
+            failure = e
+    raise failure
 
 
 def _keep(path: Path, data: bytes) -> None:

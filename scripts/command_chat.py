@@ -15,7 +15,16 @@ if TYPE_CHECKING:
 
 
 def chat(
-    url: Annotated[str | None, typer.Option(help="The verifier, ws://host:port or wss://host:port.")] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="A verifier, wss://host:port; given again: others, tried when it cannot be reached."),
+    ] = None,
+    key: Annotated[str | None, typer.Option(envvar="PACELINE_KEY", help="The key that lets this device in.")] = None,
+    insecure: Annotated[bool, typer.Option(help="Allow ws:// to another machine: nothing is encrypted.")] = False,
+    authority: Annotated[Path | None, typer.Option(help="Certificates to trust instead of the system's.")] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="This device's own certificate and key, for mutual TLS.")
+    ] = None,
     local: Annotated[
         bool, typer.Option("--local", help="Start a verifier on this machine for as long as this runs.")
     ] = False,
@@ -43,14 +52,15 @@ def chat(
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import Settings
     from paceline.edge.vocabulary_cache import vocabulary_file
+    from paceline.edge.websocket import Address
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import files_of, vocabulary_of
+    from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
 
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if (url is None) == (not local):
+    if bool(url) == local:
         raise PacelineError("say where the verifier is: --url ws://host:port, or --local to start one here")
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
@@ -58,15 +68,16 @@ def chat(
         raise PacelineError("the prompt is empty")
     cache_folder().mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        vocabulary = vocabulary_file(url, cache_folder()) if url is not None else None
-        files = files_of(pair, target, draft) if local or chosen.drafts else None
-        if url is None:
-            assert files is not None
+        if url:
+            addresses = tuple(Address(u, key, insecure, authority, certificate) for u in url)
+            vocabulary = vocabulary_file(addresses, cache_folder())
+            drafts_with = draft_of(pair, draft) if chosen.drafts else None
+        else:
+            files = files_of(pair, target, draft)
             floor = ["--verify-floor", str(verify_floor), *(["--threads", str(threads)] if threads else [])]
-            url = stack.enter_context(local_verifier(["--model", str(files.target), *floor]))
-            vocabulary = vocabulary_of(files.target)
-        assert vocabulary is not None
-        settings = Settings(url, vocabulary, files.draft if files else None, cache_folder(), threads, rtt)
+            addresses = (Address(stack.enter_context(local_verifier(["--model", str(files.target), *floor]))),)
+            vocabulary, drafts_with = vocabulary_of(files.target), files.draft
+        settings = Settings(addresses, vocabulary, drafts_with, cache_folder(), threads, rtt)
         asyncio.run(_talk(settings, policy, params, max_tokens, prompt, system, stats))
 
 
@@ -90,8 +101,7 @@ async def _talk(
         if system is not None:
             chat.turns.append({"role": "system", "content": system})
         if prompt is not None:
-            await chat.ask(prompt)
-            write_out("\n")
+            await chat.turn(prompt)
         else:
             await _converse(chat, settings.cache)
 

@@ -1,5 +1,6 @@
 """`paceline cloud`: a verifier."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,6 +19,18 @@ def cloud(
     width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
     verify_floor: options.VerifyFloor = 0.0,
     session_ttl: Annotated[float, typer.Option(min=0, help="Seconds that a session outlives its connection.")] = 60.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that running sessions get to end after SIGTERM; a second one ends at once."),
+    ] = 30.0,
+    keys: Annotated[Path | None, typer.Option(help="File of bearer keys, a name and a key on each line.")] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Certificate chain: serve wss:// instead of ws://.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, if it is not in the same file.")] = None,
+    tls_clients: Annotated[
+        Path | None, typer.Option(help="Authority that must have signed an edge's certificate.")
+    ] = None,
     keep_order: Annotated[bool, typer.Option(hidden=True)] = True,
     stop_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -42,6 +55,11 @@ def cloud(
         verify_floor=verify_floor,
         session_ttl=session_ttl,
         keep_order=keep_order,
+        drain_timeout=drain_timeout,
+        keys=keys,
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        tls_clients=tls_clients,
     )
     if engine == "toy":
         path = None
@@ -49,7 +67,12 @@ def cloud(
         with progress_bar(model) as report:
             path = resolve(model, cache_folder(), report)
     loaded = load_engine(settings, path)
-    vocabulary = vocabulary_of(path) if path is not None and path.is_file() else None
+    if not getattr(loaded, "exact", True):
+        warning = (
+            "rows of this model depend on the batch they run in: at near ties the text may differ from plain decoding"
+        )
+        typer.echo(f"paceline: {warning}", err=True)
+    vocabulary = vocabulary_of(path) if path is not None else None
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

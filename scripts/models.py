@@ -106,12 +106,25 @@ def resolve_pair(name: str, cache: Path, report: Report = silent, *, threads: in
     return Pair(target, _draft(recipe, target, threads))
 
 
+def pair_is_ready(name: str, cache: Path) -> bool:
+    """Whether the files of the pair `name` are in `cache` already; False for an unknown name."""
+    recipe = PAIRS.get(name)
+    if recipe is None:
+        return False
+    target = cache / MODELS[recipe.target].filename
+    there = held(target) == MODELS[recipe.target].size
+    return there and (recipe.draft is None or _as_noted(_draft_path(recipe, target)))
+
+
+def _draft_path(recipe: PairRecipe, target: Path) -> Path:
+    # The name carries the start of the target's hash: a draft of another target is never taken for this one's.
+    return target.with_name(f"{target.stem}.{MODELS[recipe.target].sha256[:8]}.{recipe.draft}.gguf")
+
+
 def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
     if recipe.draft is None:
         return target
-    model = MODELS[recipe.target]
-    # The name carries the start of the target's hash: a draft of another target is never taken for this one's.
-    draft = target.with_name(f"{target.stem}.{model.sha256[:8]}.{recipe.draft}.gguf")
+    model, draft = MODELS[recipe.target], _draft_path(recipe, target)
     with disk_errors(target.parent), FileLock(draft.with_name(f"{draft.name}.lock")):
         if not _as_noted(draft):
             from paceline.quant.requantise import requantise

@@ -20,7 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "kernels": {"protocol"},
     "quant": {"protocol", "kernels"},
-    "edge": {"protocol", "kernels.llama"},
+    "edge": {"protocol", "kernels.llama", "kernels.token_map"},
     "cloud": {"protocol", "kernels", "quant"},
     "scripts": {"protocol", "kernels", "quant", "edge", "cloud"},
 }

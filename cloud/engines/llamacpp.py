@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from paceline.cloud.engine import Work, walk
 from paceline.kernels.llama import Context, Model, default_threads
 from paceline.protocol.cloud_session import Plan, Walk
@@ -22,6 +23,7 @@ from paceline.protocol.vocabulary import Vocabulary
 
 ROWS = 48  # rows in one llama.cpp batch: below the 64 from which its attention rounds differently
 PROBE_ROWS = (1, 2, 4, 8)
+PROBE_TOKENS = 12
 
 
 @dataclass
@@ -58,6 +60,7 @@ class LlamaEngine:
         self._slots: list[Slot] = []
         self._opens = 0
         self.step_cost = self._measure()
+        self.exact = self._rows_are_exact()
         self.free_width = max(n for n, t in self.step_cost if t <= 1.1 * self.step_cost[0][1]) - 1
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -157,6 +160,28 @@ class LlamaEngine:
         if best is None:
             raise EngineError(f"all {self._limit} sequences of this engine are in use")
         return best
+
+    def _rows_are_exact(self) -> bool:
+        """Whether rows of this model on this machine have the same bits one by one and together with a side branch.
+
+        True of Q4_0 and Q4_1 weights on the CPUs tried. For IQ4_NL and K-quants llama.cpp has one routine for a
+        single row and another for several, which sum differently.
+        """
+        tokens = [(7 * i + 1) % self.vocabulary.size for i in range(PROBE_TOKENS)]
+        context = Context(self._model, 8 * ROWS, 3, threads=self._threads, batch=ROWS, exact=True)
+        alone = [context.decode([t], [i], [(0,)], [True])[0].copy() for i, t in enumerate(tokens)]
+        context.clear()
+        n, side = len(tokens), tokens[: len(tokens) // 2]
+        half = n - len(side)
+        rows = context.decode(
+            [*tokens, *side],
+            [*range(n), *range(half, half + len(side))],
+            [(0, 1)] * half + [(0,)] * (n - half) + [(1,)] * len(side),
+            [True] * n + [False] * len(side),
+        )
+        same = np.array_equal(alone, rows)
+        context.close()
+        return same
 
     def _measure(self) -> list[tuple[int, float]]:
         """(rows, seconds of a step) for a few widths: the best of three each."""
