@@ -18,9 +18,8 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
     It also ends when this process is killed: it watches its standard input. Raises PacelineError with what it said.
     """
     command = [sys.executable, "-m", "paceline.scripts.cli", "cloud", "--port", "0", "--stop-with-stdin", *arguments]
-    said = tempfile.TemporaryFile(
-        "w+", errors="replace"
-    )  # not a pipe: nobody reads along, and a full pipe stops a process
+    # Not a pipe: nobody reads along, and a full pipe stops a process.
+    said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
     )  # in a session of its own: Ctrl-C in this terminal stops an answer, not the verifier
