@@ -8,7 +8,7 @@ prefix.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,8 +67,9 @@ class LlamaDraft:
         cells: int = 4096,
         threads: int | None = None,
         gpu_layers: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`vocabulary` is the target's. Raises EngineError if the draft was not made for it."""
+        """`vocabulary` is the target's; `clock` times the forward. Raises EngineError if the draft was not made for it."""
         self._model = Model(path, gpu_layers=gpu_layers)
         self.name = self._model.name
         self.vocabulary = vocabulary
@@ -77,7 +78,7 @@ class LlamaDraft:
         self._free = list(range(MAX_SEQUENCES))
         self._generations: dict[int, Generation] = {}
         self._opens = 0
-        self._ran, self._forward = 0, 0.0
+        self._ran, self._forward, self._clock = 0, 0.0, clock
         self.step_cost = self._measure()
 
     def open(self, prompt: Sequence[int]) -> int:
@@ -183,7 +184,7 @@ class LlamaDraft:
 
     def _decode(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Run a batch; if the cache is full, forget generations that are over, the oldest first, and try again."""
-        begin = time.perf_counter()
+        begin = self._clock()
         while True:
             try:
                 logits = self._context.decode(batch.tokens, batch.positions, batch.paths, batch.wanted)
@@ -195,7 +196,7 @@ class LlamaDraft:
                     raise
                 self._forget(old)
             finally:
-                self._forward += time.perf_counter() - begin
+                self._forward += self._clock() - begin
 
     def _measure(self) -> list[tuple[int, float]]:
         """(rows, seconds of a step) for a few widths: the best of three each."""
