@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from paceline.protocol.errors import PacelineError
+from paceline.quant.cli import app as draft_app
 from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
@@ -98,6 +99,7 @@ def list_models() -> None:
     console.print(f"\nFetched to {cache_folder()}", highlight=False, soft_wrap=True)
 
 
+app.add_typer(draft_app, name="draft")
 app.command("chat")(chat)
 app.command("cloud")(cloud)
 app.command("demo")(demo)
