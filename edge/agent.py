@@ -175,9 +175,10 @@ class Agent:
     async def _keep_link(self) -> None:
         try:
             await self.link.run()
-        except PacelineError as e:
+        except Exception as e:  # a fault of our own must not leave anybody waiting for ever
+            told = e if isinstance(e, PacelineError) else LinkError(f"the link failed: {type(e).__name__}: {e}")
             for generation in [*self._waiting, *self._generations.values()]:
-                generation.events.put_nowait(e)
+                generation.events.put_nowait(told)
             raise
 
     def link_up(self, welcome: Welcome) -> None:

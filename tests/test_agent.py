@@ -8,7 +8,9 @@ import pytest
 from paceline.cloud.engine import Work
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.generation import Generation
+from paceline.protocol.channel import Channel
 from paceline.protocol.cloud_session import Walk
+from paceline.protocol.codec import encode
 from paceline.protocol.errors import Code, EngineError, LinkError, ProtocolError
 from paceline.protocol.messages import Goaway
 from paceline.protocol.sampling import Sampling
@@ -129,14 +131,12 @@ def test_goaway_moves_on_and_does_not_spin() -> None:
         connects = 0
         inner = verifier.connect
 
-        async def connect():  # type: ignore[no-untyped-def]
+        async def connect() -> Channel:
             nonlocal connects
             connects += 1
             channel = await inner()
             if loop.time() < 20:
                 end = verifier.ends[-1]
-                from paceline.protocol.codec import encode
-
                 loop.call_later(0.06, lambda: asyncio.ensure_future(end.send(encode(Goaway(reason="maintenance")))))
             return channel
 
@@ -345,3 +345,21 @@ def test_the_uplink_keeps_to_its_budget() -> None:
     up, largest = run(main())
     assert up / 300 < 150
     assert largest < 1024
+
+
+def test_a_fault_in_the_link_leaves_nobody_waiting() -> None:
+    async def main() -> None:
+        verifier = Verifier()
+
+        async def connect() -> Channel:
+            raise RuntimeError("a bug")
+
+        verifier.connect = connect  # type: ignore[method-assign]
+        agent = agent_of(verifier, ToyDraft(ToyEngine()))
+        await agent.__aenter__()
+        with pytest.raises(LinkError, match="a bug"):
+            await asyncio.wait_for(answer(agent, PROMPT, SEEDED, 5), 60)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await agent.__aexit__(None, None, None)
+
+    run(main())

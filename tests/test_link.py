@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
 import pytest
 from paceline.edge.link import LAST_BACK_OFF, SILENCE_SECONDS, Link, State
-from paceline.protocol.channel import Channel
+from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.errors import Code, LinkError, ProtocolError
 from paceline.protocol.messages import Ack, Error, Goaway, Hello, Message, Opened, Ping, Pong, Welcome
@@ -56,6 +57,10 @@ class Cloud:
         return mine
 
     async def _serve(self, end: MemoryChannel) -> None:
+        with suppress(ChannelClosed):
+            await self._answer(end)
+
+    async def _answer(self, end: MemoryChannel) -> None:
         while True:
             message = decode_from_edge(await end.receive())
             await asyncio.sleep(self.delay)
