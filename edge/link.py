@@ -121,7 +121,8 @@ class Link:
         up = False
         tasks: list[asyncio.Task[None]] = []
         try:
-            self.welcome = await asyncio.wait_for(self._greet(channel), GREETING_SECONDS)
+            async with asyncio.timeout(GREETING_SECONDS):  # wait_for may swallow a cancellation before Python 3.12
+                self.welcome = await self._greet(channel)
             up, self.state, self._pong_at = True, State.UP, self._clock()
             self._outbox = asyncio.Queue()
             tasks = [asyncio.create_task(self._write(channel)), asyncio.create_task(self._ping(channel))]
@@ -163,6 +164,8 @@ class Link:
                     self.last_error = message.reason
                     if not message.drain:
                         return
+                case Error(sid=None):  # the cloud could not read what was sent: nobody knows what else got lost
+                    raise ProtocolError(message.code, message.message)
                 case _:
                     self._listener.link_message(message)
 
@@ -174,7 +177,7 @@ class Link:
             pass  # the reader hears of it too
 
     async def _ping(self, channel: Channel) -> None:
-        while self._clock() - self._pong_at < SILENCE_SECONDS:
+        while 0 <= self._clock() - self._pong_at < SILENCE_SECONDS:  # a clock that went back tells nothing
             self.send(Ping(time=self._clock()))
             await asyncio.sleep(PING_SECONDS if len(self.round_trip.samples) > 3 else PING_SECONDS / 10)
         await channel.close("no answer")
