@@ -154,7 +154,7 @@ class Connection:
             case Draft():
                 self._receive(message)
             case Ack() if (seat := self._seats.get(message.sid)) is not None:
-                seat.session.acknowledge(message.committed_len)
+                seat.session.expect_nothing(message.committed_len)
                 self._house.scheduler.wake()
             case Cancel():
                 self._cancel(message)

@@ -118,7 +118,15 @@ class Agent:
         size = self._vocabulary.size
         session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
         session.restore(held, resume)
-        generation = Generation(session, self.predictor, self._clock())
+        generation = Generation(
+            session,
+            self.predictor,
+            self._clock(),
+            one_way=lambda: self.link.round_trip.seconds / 2,
+            row_seconds=lambda: self.cost(1),
+            rounds=self.policy.new_rounds(),
+            fan_out=self.policy.candidates,
+        )
         report(generation)
         self._enter(generation)
         try:
@@ -208,6 +216,8 @@ class Agent:
         self._generations[sid] = generation
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
+            generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
+        generation.prepare(self.policy.waits and self._draft is not None)
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
@@ -273,6 +283,8 @@ class Agent:
             self._wake.clear()
             chosen = self._pick()
             if not chosen and not self._calls:
+                for generation in self._generations.values():
+                    self._send_nodes(generation)
                 await self._wake.wait()
                 continue
             rows = [g.row(node) for g, node in chosen]
@@ -288,13 +300,14 @@ class Agent:
                 self._ran(generation, node, candidates)
             for generation in {g: None for g, _ in chosen}:
                 generation.in_flight = frozenset()
-                self._send_nodes(generation)
+                self._send_nodes(generation, self.cost(len(chosen)))
 
     def _pick(self) -> list[tuple[Generation, int]]:
-        running = [g for g in self._generations.values() if g.session.phase is Phase.RUNNING and g.handle is not None]
+        live = (Phase.OPENING, Phase.RUNNING)  # what is drafted while a session opens is sent when it is open
+        running = [g for g in self._generations.values() if g.session.phase in live and g.handle is not None]
         if not running:
             return []
-        chosen = share(running, self.policy.width or MAX_ROWS, self.link.round_trip.seconds + self.cost(1))
+        chosen = share(running, self.policy.width or MAX_ROWS, self._clock())
         count = best_count([u for u, _, _ in chosen], self.cost) if self.policy.width is None else len(chosen)
         return [(g, node) for _, g, node in chosen[: max(count, 1)]]
 
@@ -317,9 +330,9 @@ class Agent:
         else:
             generation.frontier.discard(node)
 
-    def _send_nodes(self, generation: Generation) -> None:
+    def _send_nodes(self, generation: Generation, wait: float = 0.0) -> None:
+        """`wait`: seconds until there is another occasion; what need not leave before then waits for it."""
         if generation.session.phase is not Phase.RUNNING or self.link.state is not State.UP:
             return
-        ahead = generation.pace.ahead(self.link.round_trip.seconds)
-        for message in generation.send(ahead):
+        for message in generation.send(self._clock(), wait):
             self.link.send(message)

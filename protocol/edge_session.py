@@ -69,6 +69,7 @@ class EdgeSession:
         self.max_tokens = max_tokens
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
+        self.patience = 0.0  # seconds, see `Open`
         self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
         self.phase = Phase.OPENING
@@ -117,6 +118,7 @@ class EdgeSession:
             held=tuple(self.committed),
             resume=self._resume,
             logprobs=self.logprobs,
+            patience=self.patience,
         )
 
     def send(self, nodes: Iterable[int]) -> list[Draft]:

@@ -46,15 +46,18 @@ class Process:
 
     async def start(self) -> None:
         """Until it is ready. Raises PacelineError with what it said if it is not."""
+        line = await asyncio.get_running_loop().run_in_executor(None, self._spawn)
+        if not line.decode().startswith(READY):
+            raise PacelineError(f"the verifier on port {self.port} did not start: {line!r}")
+
+    def _spawn(self) -> bytes:
         command = [sys.executable, "-m", "paceline.scripts.cli", "cloud", "--engine", "toy", "--port", str(self.port)]
         command += ["--verify-floor", str(STEP_SECONDS), "--stop-with-stdin", *self._arguments]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         assert self._process.stdout is not None
-        line = await asyncio.get_running_loop().run_in_executor(None, self._process.stdout.readline)
-        if not line.decode().startswith(READY):
-            raise PacelineError(f"the verifier on port {self.port} did not start: {line!r}")
+        return self._process.stdout.readline()
 
     async def kill(self, signal_number: signal.Signals = signal.SIGKILL) -> int:
         """Send a signal and wait for the end. The exit status."""
