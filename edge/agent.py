@@ -191,6 +191,9 @@ class Agent:
         self._waiting.extend(self._generations.values())
         self._generations.clear()
 
+    def link_may_go(self) -> bool:
+        return not self._generations
+
     def link_message(self, message: Message) -> None:
         sid = getattr(message, "sid", None)
         generation = self._generations.get(sid) if sid is not None else None
@@ -212,6 +215,10 @@ class Agent:
                 self._failed(generation)
 
     def _open(self, generation: Generation) -> None:
+        if self.link.leaving:  # those that run go along; they come up elsewhere as they would after a cut
+            self._waiting.append(generation)
+            self.link.leave()
+            return
         sid = next(self._sids)
         self._generations[sid] = generation
         if self.link.welcome is not None:
@@ -229,7 +236,10 @@ class Agent:
             generation.events.put_nowait(event)
         session = generation.session
         if session.phase is Phase.DONE:
+            self._generations.pop(session.sid, None)
             generation.events.put_nowait(None)
+            if self.link.leaving and self.link_may_go():
+                self.link.leave()
             return
         if self._draft is None and len(session.committed) // ACK_EVERY != generation.acknowledged // ACK_EVERY:
             generation.acknowledged = len(session.committed)
