@@ -105,7 +105,8 @@ class Connection:
                 frame = await self._channel.receive()
                 if not self._handle_frame(frame):
                     break
-            await asyncio.wait_for(self._outbox.join(), 5)
+            async with asyncio.timeout(5):
+                await self._outbox.join()
         except (ChannelClosed, TimeoutError):
             pass
         finally:
@@ -153,7 +154,7 @@ class Connection:
             case Draft():
                 self._receive(message)
             case Ack() if (seat := self._seats.get(message.sid)) is not None:
-                seat.session.acknowledge(message.committed_len)
+                seat.session.expect_nothing(message.committed_len)
                 self._house.scheduler.wake()
             case Cancel():
                 self._cancel(message)

@@ -8,7 +8,9 @@ nodes' probabilities and the measured cost of a step. Sockets and messages are t
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -38,11 +40,14 @@ class Seat:
     on_error: Callable[[ProtocolError], None]
     handle: int | None = None
     gone: bool = False
+    since: float = 0.0  # when its last step ended
 
-    @property
-    def ready(self) -> bool:
+    def due(self, now: float) -> float:
+        """When its next step may begin; infinity: not before something arrives."""
         s = self.session
-        return not self.gone and not s.finish and len(s.committed) - s.acknowledged < ACK_WINDOW
+        if self.gone or s.finish or len(s.committed) - s.acknowledged >= ACK_WINDOW:
+            return math.inf
+        return self.since + s.patience if s.waiting else now
 
 
 @dataclass
@@ -90,6 +95,7 @@ class Scheduler:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
+        seat.since = self._clock()
         self._seats.append(seat)
         self.idle.clear()
         self.wake()
@@ -113,13 +119,20 @@ class Scheduler:
         while True:
             self._wake.clear()
             self._let_go()
-            seats = [s for s in self._seats if s.ready]
+            now = self._clock()
+            due = {seat: seat.due(now) for seat in self._seats}
+            seats = [s for s in self._seats if due[s] <= now]
             if not seats:
-                await self._wake.wait()
+                await self._sleep(min(due.values(), default=math.inf) - now)
                 continue
             await self._step(seats)
             if self._seats:
                 self._seats.append(self._seats.pop(0))
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until something arrives, or for so long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds if seconds < math.inf else None)
 
     async def _step(self, seats: Sequence[Seat]) -> None:
         begin = self._clock()
@@ -202,6 +215,7 @@ class Scheduler:
             self._fail(seat, Code.ENGINE, str(result))
             return
         commit = seat.session.apply(plan, result, step)
+        seat.since = self._clock()
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)

@@ -1,8 +1,9 @@
 """A verifier as a process: engine, scheduler and door put together, until it is told to stop."""
 
 import asyncio
+import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -91,7 +92,9 @@ async def serve(
         with suppress(NotImplementedError):
             loop.add_signal_handler(name, stop.ask)
     if stop_with_stdin:
-        loop.run_in_executor(None, _wait_for_end_of_stdin, lambda: loop.call_soon_threadsafe(stop.end))
+        then = (lambda: loop.call_soon_threadsafe(stop.end),)
+        # a daemon: the loop's own threads would be waited for, and this one may wait for ever
+        threading.Thread(target=_wait_for_end_of_stdin, args=then, name="stdin", daemon=True).start()
     host, port = server.sockets[0].getsockname()[:2]
     ready(f"{'wss' if tls else 'ws'}://{host}:{port}")
     await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -129,9 +132,12 @@ async def _drain(house: House, stop: Stop, seconds: float) -> None:
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()
+    house.drain(0.0)
+    await asyncio.sleep(0.1)  # for this to reach the edges; those that lose it see the end of the link
 
 
 def _wait_for_end_of_stdin(then: Callable[[], object]) -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
         pass
-    then()
+    with suppress(RuntimeError):  # the loop has ended by itself meanwhile
+        then()

@@ -29,6 +29,7 @@ from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import EngineError, LinkError, PacelineError, ProtocolError
 from paceline.protocol.messages import Commit, Error, Hello, Message, Opened, Welcome
+from paceline.protocol.messages import Draft as DraftMessage
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -40,7 +41,7 @@ ACK_EVERY = 64  # tokens after which the cloud is told what has arrived, where n
 class Runner(Protocol):
     """Runs a draft step outside the event loop; in virtual time it takes what its rows cost in virtual seconds."""
 
-    def __call__(self, work: Callable[[], Extended]) -> Awaitable[Extended]: ...
+    def __call__(self, work: Callable[[], Extended], /) -> Awaitable[Extended]: ...
 
 
 class Agent:
@@ -94,6 +95,8 @@ class Agent:
         for task in self._tasks:
             with suppress(asyncio.CancelledError, PacelineError):
                 await task
+        for generation in [*self._waiting, *self._generations.values()]:
+            generation.events.put_nowait(LinkError("the agent was closed"))
 
     @property
     def generations(self) -> dict[int, Generation]:
@@ -118,15 +121,28 @@ class Agent:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        held: Sequence[int] = (),
+        resume: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]:
         """Stream what the target writes. Leaving the iterator early cancels the generation at the cloud.
+
+        `held` is the beginning of the text where that is known already, as after a restart; what follows it is streamed.
 
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
         session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
-        generation = Generation(session, self.predictor, self._clock())
+        session.restore(held, resume)
+        generation = Generation(
+            session,
+            self.predictor,
+            self._clock(),
+            one_way=lambda: self.link.round_trip.seconds / 2,
+            row_seconds=lambda: self.cost(1),
+            rounds=self.policy.new_rounds(),
+            fan_out=self.policy.candidates,
+        )
         report(generation)
         self._enter(generation)
         try:
@@ -138,23 +154,29 @@ class Agent:
             self._leave(generation)
 
     def _enter(self, generation: Generation) -> None:
-        if self._tasks and self._tasks[0].done():
-            e = self._tasks[0].exception()
-            raise e if isinstance(e, PacelineError) else LinkError("the link is closed")
+        if (dead := self._link_error()) is not None:
+            raise dead
         if self._draft is not None:
-            draft, prompt = self._draft, generation.session.prompt
+            draft, prompt = self._draft, (*generation.session.prompt, *generation.session.committed)
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
         if self.link.state is State.UP:
             self._open(generation)
         else:
             self._waiting.append(generation)
 
+    def _link_error(self) -> PacelineError | None:
+        """Why there will be no link any more, if so."""
+        if not self._tasks or not self._tasks[0].done():
+            return None
+        e = None if self._tasks[0].cancelled() else self._tasks[0].exception()
+        return e if isinstance(e, PacelineError) else LinkError("the link is closed")
+
     def _open_draft(self, generation: Generation, draft: Draft, prompt: Sequence[int]) -> None:
         with suppress(EngineError):  # no room in the draft: this one is decoded plainly
             generation.handle = draft.open(prompt) if prompt else None
 
     def _leave(self, generation: Generation) -> None:
-        session = generation.session
+        session, generation.left = generation.session, True
         if session.phase in (Phase.OPENING, Phase.RUNNING):
             if session.sid in self._generations:
                 self.link.send(session.cancel())
@@ -176,9 +198,10 @@ class Agent:
     async def _keep_link(self) -> None:
         try:
             await self.link.run()
-        except PacelineError as e:
+        except Exception as e:  # a fault of our own must not leave anybody waiting for ever
+            told = e if isinstance(e, PacelineError) else LinkError(f"the link failed: {type(e).__name__}: {e}")
             for generation in [*self._waiting, *self._generations.values()]:
-                generation.events.put_nowait(e)
+                generation.events.put_nowait(told)
             raise
 
     def link_up(self, welcome: Welcome) -> None:
@@ -190,6 +213,9 @@ class Agent:
         """Every generation goes on as soon as the link is back, from what is held here."""
         self._waiting.extend(self._generations.values())
         self._generations.clear()
+
+    def link_may_go(self) -> bool:
+        return not self._generations
 
     def link_message(self, message: Message) -> None:
         sid = getattr(message, "sid", None)
@@ -208,17 +234,24 @@ class Agent:
                 self._wake.set()
             case Commit():
                 self._committed(generation, events)
-            case Error():
+            case Error() if generation.session.phase is Phase.FAILED:
                 self._failed(generation)
 
     def _open(self, generation: Generation) -> None:
+        if self.link.leaving:  # those that run go along; they come up elsewhere as they would after a cut
+            self._waiting.append(generation)
+            self.link.leave()
+            return
         sid = next(self._sids)
         self._generations[sid] = generation
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
+            generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
+        generation.prepare(self.policy.waits and self._draft is not None)
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
+        generation.retries = 0  # what counts are failures without progress in between
         for event in events:
             generation.committed(event, self._clock())
             commit = event.commit
@@ -228,7 +261,10 @@ class Agent:
             generation.events.put_nowait(event)
         session = generation.session
         if session.phase is Phase.DONE:
+            self._generations.pop(session.sid, None)
             generation.events.put_nowait(None)
+            if self.link.leaving and self.link_may_go():
+                self.link.leave()
             return
         if self._draft is None and len(session.committed) // ACK_EVERY != generation.acknowledged // ACK_EVERY:
             generation.acknowledged = len(session.committed)
@@ -269,6 +305,12 @@ class Agent:
             generation.events.put_nowait(error)
 
     def _reopen(self, generation: Generation) -> None:
+        """Ask again, unless nobody listens any more, or the link was given up meanwhile."""
+        if generation.left:
+            return
+        if (dead := self._link_error()) is not None:
+            generation.events.put_nowait(dead)
+            return
         generation.session.phase = Phase.OPENING
         if self.link.state is State.UP:
             self._open(generation)
@@ -282,6 +324,8 @@ class Agent:
             self._wake.clear()
             chosen = self._pick()
             if not chosen and not self._calls:
+                for generation in self._generations.values():
+                    self._send_nodes(generation)
                 await self._wake.wait()
                 continue
             rows = [g.row(node) for g, node in chosen]
@@ -299,13 +343,14 @@ class Agent:
                 self._ran(generation, node, candidates)
             for generation in {g: None for g, _ in chosen}:
                 generation.in_flight = frozenset()
-                self._send_nodes(generation)
+                self._send_nodes(generation, self.cost(len(chosen)))
 
     def _pick(self) -> list[tuple[Generation, int]]:
-        running = [g for g in self._generations.values() if g.session.phase is Phase.RUNNING and g.handle is not None]
+        live = (Phase.OPENING, Phase.RUNNING)  # what is drafted while a session opens is sent when it is open
+        running = [g for g in self._generations.values() if g.session.phase in live and g.handle is not None]
         if not running:
             return []
-        chosen = share(running, self.policy.width or MAX_ROWS, self.link.round_trip.seconds + self.cost(1))
+        chosen = share(running, self.policy.width or MAX_ROWS, self._clock())
         count = best_count([u for u, _, _ in chosen], self.cost) if self.policy.width is None else len(chosen)
         return [(g, node) for _, g, node in chosen[: max(count, 1)]]
 
@@ -328,10 +373,11 @@ class Agent:
         else:
             generation.frontier.discard(node)
 
-    def _send_nodes(self, generation: Generation) -> None:
+    def _send_nodes(self, generation: Generation, wait: float = 0.0) -> None:
+        """`wait`: seconds until there is another occasion; what need not leave before then waits for it."""
         if generation.session.phase is not Phase.RUNNING or self.link.state is not State.UP:
             return
-        ahead = generation.pace.ahead(self.link.round_trip.seconds)
-        for message in generation.send(ahead):
+        for message in generation.send(self._clock(), wait):
             self.link.send(message)
-            self.timeline.sent(len(message.tokens))
+            if isinstance(message, DraftMessage):
+                self.timeline.sent(len(message.tokens))

@@ -27,8 +27,7 @@ def speed(generation: Generation, round_trip: float) -> Speed:
     """Figures of `generation` up to its last commit."""
     f, session = generation.figures, generation.session
     count, steps = len(session.committed), max(f.steps, 1)
-    first = generation.begun + (f.first_token or 0.0)
-    wall = max((generation.pace.last or first) - first, 0.0)
+    wall = f.last_token - (f.first_token or 0.0)
     return Speed(
         tokens=count,
         rate=(count - _first(generation)) / wall if wall > 0 else 0.0,

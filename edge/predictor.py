@@ -30,6 +30,12 @@ class Predictor:
         self._offered = np.zeros((2, RANKS, len(EDGES) + 1))
         self._taken = np.zeros_like(self._offered)
 
+    def copy(self, *, enabled: bool) -> "Predictor":
+        """One that begins with what this one has learned, and goes its own way from there."""
+        new = Predictor(enabled=enabled)
+        new._offered, new._taken = self._offered.copy(), self._taken.copy()
+        return new
+
     def probabilities(self, found: Candidates, *, seeded: bool) -> Probabilities:
         """Calibrated probabilities [F] of candidates in rank order; they sum to at most 1."""
         q = found.confidence[:RANKS]

@@ -78,11 +78,13 @@ class CloudSession:
         self.prompt: tuple[int, ...] = opened.prompt
         self.sampling = opened.sampling
         self.logprobs = opened.logprobs
+        self.patience = opened.patience
         self.stop_ids = frozenset(opened.stop_ids)
         self.max_tokens = min(opened.max_tokens, limits.context - len(opened.prompt))
         self.resume_token = resume_token
         self.committed: list[int] = list(opened.held)
         self.acknowledged = len(opened.held)
+        self._idle_at = -1  # length of the text for which the edge said that it has nothing to draft
         self.history = History(opened.prompt, opened.held) if opened.sampling.penalised else None
         self.finish = self._finish_of_held()
         self.counters = Counters()
@@ -145,6 +147,16 @@ class CloudSession:
             text = f"{committed_len} tokens claimed, but {len(self.committed)} are committed"
             raise ProtocolError(Code.BAD_BASE, text, self.sid)
         self.acknowledged = max(self.acknowledged, committed_len)
+
+    def expect_nothing(self, committed_len: int) -> None:
+        """An ack by itself: the edge has that much text and no node for it, so no step need wait for one."""
+        self.acknowledge(committed_len)
+        self._idle_at = committed_len
+
+    @property
+    def waiting(self) -> bool:
+        """Would the next step begin without a node, where one may still come?"""
+        return self.patience > 0 and len(self.tree) == 0 and self._idle_at < len(self.committed)
 
     def cancel(self) -> None:
         self.finish = self.finish or "cancelled"
@@ -294,7 +306,7 @@ class CloudSession:
 
 def _request(opened: Open) -> Open:
     """`opened` without what changes from one connection to the next."""
-    return msgspec.structs.replace(opened, sid=0, held=(), resume="")
+    return msgspec.structs.replace(opened, sid=0, held=(), resume="", patience=0.0)
 
 
 def _check(opened: Open, limits: Limits) -> None:

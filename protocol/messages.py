@@ -64,6 +64,9 @@ class Open(Message, frozen=True):
     held: Tokens = ()
     resume: Annotated[str, Meta(max_length=64)] = ""  # the token `opened` gave, if any
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    patience: Seconds = (
+        0.0  # a step that would begin with no node waits so long for one, or for an ack of the whole text
+    )
 
     large: ClassVar[bool] = True
 

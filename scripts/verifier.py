@@ -45,13 +45,15 @@ class Choice:
 def verifier(choice: Choice) -> Iterator[Place]:
     """The verifier that was named, or one started on this machine for as long as the block runs. Raises PacelineError."""
     from paceline.edge.websocket import Address
+    from paceline.quant.landing import disk_errors
     from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
     from paceline.scripts.pairs import files_of, vocabulary_of
 
     if bool(choice.urls) == choice.local:
         raise PacelineError("say where the verifier is: --url ws://host:port, or --local to start one here")
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    with disk_errors(cache_folder()):
+        cache_folder().mkdir(parents=True, exist_ok=True)
     if choice.urls:
         yield _elsewhere(choice)
         return
