@@ -13,12 +13,14 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from paceline.cloud.grammar import Constraint, Grammars
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.errors import FATAL, HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import (
+    GRAMMAR,
     VERSION,
     Ack,
     Cancel,
@@ -52,6 +54,7 @@ class House:
     nodes: int = 1024
     sessions: int = 64  # of one connection
     session_ttl: float = 60.0
+    grammars: Grammars | None = None  # None: no text can be kept to a grammar
     clock: Callable[[], float] = field(default=lambda: 0.0)
     waiting: dict[str, tuple[CloudSession, float]] = field(
         default_factory=dict
@@ -188,6 +191,7 @@ class Connection:
                 sessions=self._house.sessions,
                 session_ttl=self._house.session_ttl,
                 verify_floor=self._house.scheduler.floor,
+                features=(GRAMMAR,) if self._house.grammars is not None else (),
             )
         )
 
@@ -201,8 +205,9 @@ class Connection:
         if self._house.draining:
             text = "this verifier is going away and takes no new sessions; another one will"
             raise ProtocolError(Code.OVERLOADED, text, opened.sid, retry_after=1.0)
+        constraint = self._constraint(opened)
         session, missed = self._resumed(opened)
-        seat = Seat(session, on_commit=self._commit, on_error=self._failed)
+        seat = Seat(session, on_commit=self._commit, on_error=self._failed, constraint=constraint)
         self._seats[opened.sid] = seat
         self._last_sid = opened.sid
         committed, left = len(session.committed), session.max_tokens
@@ -211,6 +216,16 @@ class Connection:
             self._commit(commit)
         if not session.finish:
             self._house.scheduler.add(seat)
+
+    def _constraint(self, opened: Open) -> Constraint | None:
+        if not opened.grammar:
+            return None
+        if self._house.grammars is None:
+            raise ProtocolError(Code.UNSUPPORTED, "this verifier does not keep texts to a grammar", opened.sid)
+        try:
+            return self._house.grammars.constraint(opened.grammar)
+        except ProtocolError as e:
+            raise ProtocolError(e.code, e.message, opened.sid) from None
 
     def _resumed(self, opened: Open) -> tuple[CloudSession, list[Commit]]:
         """The very session this edge had before its link was cut, if it still waits; a new one otherwise.

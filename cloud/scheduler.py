@@ -11,10 +11,12 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
-from paceline.cloud.engine import Engine, Work
+from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
@@ -41,6 +43,7 @@ class Seat:
     handle: int | None = None
     gone: bool = False
     since: float = 0.0  # when its last step ended
+    constraint: Constraint | None = None  # what the text is kept to
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
@@ -206,7 +209,8 @@ class Scheduler:
     def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
         s = seat.session
         assert seat.handle is not None
-        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+        mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
     def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
         if seat.gone or result is None:
@@ -234,4 +238,8 @@ class Scheduler:
 
 
 def _with_plan(work: Work, plan: Plan) -> Work:
-    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)
+    return replace(work, plan=plan)
+
+
+def _mask(constraint: Constraint, committed: tuple[int, ...], walked: Sequence[int]) -> Mask:
+    return constraint.mask((*committed, *walked))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
+from paceline.cloud.grammar import Grammars
 from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
@@ -80,6 +81,8 @@ async def serve(
         session_ttl=settings.session_ttl,
         clock=time.perf_counter,
     )
+    if vocabulary is not None and getattr(engine, "masks", False):
+        house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
     keys = Keys(settings.keys) if settings.keys is not None else None
     tls = None
     if settings.tls_certificate is not None:

@@ -121,6 +121,7 @@ class Agent:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
         held: Sequence[int] = (),
         resume: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
@@ -132,7 +133,7 @@ class Agent:
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
+        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, grammar=grammar, vocabulary_size=size)
         session.restore(held, resume)
         generation = Generation(
             session,

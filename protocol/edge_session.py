@@ -61,6 +61,7 @@ class EdgeSession:
         stop_ids: Iterable[int] = (),
         logprobs: int | None = None,
         *,
+        grammar: str = "",
         vocabulary_size: int = 2**31,
     ) -> None:
         self.sid = -1  # none yet
@@ -69,6 +70,7 @@ class EdgeSession:
         self.max_tokens = max_tokens
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
+        self.grammar = grammar
         self.patience = 0.0  # seconds, see `Open`
         self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
@@ -118,6 +120,7 @@ class EdgeSession:
             held=tuple(self.committed),
             resume=self._resume,
             logprobs=self.logprobs,
+            grammar=self.grammar,
             patience=self.patience,
         )
 
