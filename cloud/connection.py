@@ -105,7 +105,8 @@ class Connection:
                 frame = await self._channel.receive()
                 if not self._handle_frame(frame):
                     break
-            await asyncio.wait_for(self._outbox.join(), 5)
+            async with asyncio.timeout(5):
+                await self._outbox.join()
         except (ChannelClosed, TimeoutError):
             pass
         finally:

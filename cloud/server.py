@@ -130,7 +130,7 @@ class Front:
                 http.HTTPStatus.UNAUTHORIZED, "text/plain", b"a key is needed: Authorization: Bearer KEY\n"
             )
         if request.headers.get("Upgrade", "").lower() == "websocket":
-            return None
+            return _busy(b"going away\n") if self._house.draining else None
         return self._page(request.path)
 
     def _page(self, path: str) -> Response:
@@ -172,6 +172,13 @@ def tls_context(certificate: Path, key: Path | None, clients: Path | None) -> ss
             raise PacelineError(f"{clients}: not a file of certificates ({e.strerror or e})") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def _busy(text: bytes, seconds: int = 1) -> Response:
+    """What a proxy in front takes for a reason to ask another verifier, and an edge to come again."""
+    response = _response(http.HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", text)
+    response.headers["Retry-After"] = str(seconds)
+    return response
 
 
 def _json(value: dict[str, object]) -> Response:

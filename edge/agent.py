@@ -39,7 +39,7 @@ ACK_EVERY = 64  # tokens after which the cloud is told what has arrived, where n
 class Runner(Protocol):
     """Runs a draft step outside the event loop; in virtual time it takes what its rows cost in virtual seconds."""
 
-    def __call__(self, work: Callable[[], Extended]) -> Awaitable[Extended]: ...
+    def __call__(self, work: Callable[[], Extended], /) -> Awaitable[Extended]: ...
 
 
 class Agent:
@@ -92,6 +92,8 @@ class Agent:
         for task in self._tasks:
             with suppress(asyncio.CancelledError, PacelineError):
                 await task
+        for generation in [*self._waiting, *self._generations.values()]:
+            generation.events.put_nowait(LinkError("the agent was closed"))
 
     # ---- generating
 
@@ -103,14 +105,19 @@ class Agent:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        held: Sequence[int] = (),
+        resume: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]:
         """Stream what the target writes. Leaving the iterator early cancels the generation at the cloud.
+
+        `held` is the beginning of the text where that is known already, as after a restart; what follows it is streamed.
 
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
         session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
+        session.restore(held, resume)
         generation = Generation(
             session,
             self.predictor,
@@ -134,7 +141,7 @@ class Agent:
         if (dead := self._link_error()) is not None:
             raise dead
         if self._draft is not None:
-            draft, prompt = self._draft, generation.session.prompt
+            draft, prompt = self._draft, (*generation.session.prompt, *generation.session.committed)
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
         if self.link.state is State.UP:
             self._open(generation)
@@ -191,6 +198,9 @@ class Agent:
         self._waiting.extend(self._generations.values())
         self._generations.clear()
 
+    def link_may_go(self) -> bool:
+        return not self._generations
+
     def link_message(self, message: Message) -> None:
         sid = getattr(message, "sid", None)
         generation = self._generations.get(sid) if sid is not None else None
@@ -208,10 +218,14 @@ class Agent:
                 self._wake.set()
             case Commit():
                 self._committed(generation, events)
-            case Error():
+            case Error() if generation.session.phase is Phase.FAILED:
                 self._failed(generation)
 
     def _open(self, generation: Generation) -> None:
+        if self.link.leaving:  # those that run go along; they come up elsewhere as they would after a cut
+            self._waiting.append(generation)
+            self.link.leave()
+            return
         sid = next(self._sids)
         self._generations[sid] = generation
         if self.link.welcome is not None:
@@ -221,6 +235,7 @@ class Agent:
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
+        generation.retries = 0  # what counts are failures without progress in between
         for event in events:
             generation.committed(event, self._clock())
             if self._draft is not None:
@@ -228,7 +243,10 @@ class Agent:
             generation.events.put_nowait(event)
         session = generation.session
         if session.phase is Phase.DONE:
+            self._generations.pop(session.sid, None)
             generation.events.put_nowait(None)
+            if self.link.leaving and self.link_may_go():
+                self.link.leave()
             return
         if self._draft is None and len(session.committed) // ACK_EVERY != generation.acknowledged // ACK_EVERY:
             generation.acknowledged = len(session.committed)

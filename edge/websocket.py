@@ -185,4 +185,6 @@ def _distrust(url: str, e: ssl.SSLError) -> str:
 def _refusal(url: str, status: int) -> str:
     if status == 401:
         return f"{url}: the verifier wants a key; give the right one with --key or PACELINE_KEY"
+    if status in (429, 502, 503, 504):
+        return f"{url}: no verifier has room there now (HTTP {status}); try again later, or name another with --url"
     return f"{url}: something answers there, but not a Paceline verifier (HTTP {status})"

@@ -81,6 +81,17 @@ class EdgeSession:
         self._numbers: dict[int, int] = {}  # node -> its number on the wire
         self._next_number = 0
 
+    def restore(self, held: Iterable[int], resume: str = "") -> None:
+        """Before the first `open`: go on with a generation of which `held` is known, from another process of this device."""
+        assert self.sid < 0, "nothing was opened yet"
+        self._advance(tuple(held))
+        self._resume = resume
+
+    @property
+    def resume(self) -> str:
+        """The token by which the cloud knows this session; empty before `opened`."""
+        return self._resume
+
     @property
     def position(self) -> int:
         """Absolute position of the first token that is not committed yet."""
@@ -168,7 +179,7 @@ class EdgeSession:
                 self._receive_opened(message)
             case Commit():
                 return self._receive_commit(message)
-            case Error() if message.code not in HARMLESS:
+            case Error() if message.code not in HARMLESS | {Code.DUPLICATE_SESSION}:
                 self._fail(message.code, message.message, message.retry_after)
         return []
 
