@@ -263,7 +263,7 @@ def test_figures_add_up() -> None:
 
 
 def test_a_sleeper_that_is_woken_a_hair_early_does_not_spin() -> None:
-    """A session whose patience ends within the resolution of the loop's clock takes its step, or virtual time would stand still."""
+    """Patience that ends within the resolution of the clock has ended, or virtual time would stand still."""
 
     async def main() -> int:
         room = Room(Recorder())
