@@ -22,6 +22,7 @@ from paceline.protocol.messages import Commit
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -121,7 +122,7 @@ class Scheduler:
             self._let_go()
             now = self._clock()
             due = {seat: seat.due(now) for seat in self._seats}
-            seats = [s for s in self._seats if due[s] <= now]
+            seats = [s for s in self._seats if due[s] <= now + SOON]
             if not seats:
                 await self._sleep(min(due.values(), default=math.inf) - now)
                 continue
