@@ -12,6 +12,7 @@ import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,7 +52,8 @@ class SocketChannel:
             raise ChannelClosed(str(e)) from None
 
     async def close(self, reason: str = "") -> None:
-        await self._socket.close(reason=reason[:120])
+        with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
+            await self._socket.close(reason=reason.encode()[:120].decode(errors="ignore"))
 
 
 class OneThread:

@@ -138,9 +138,8 @@ class Agent:
             self._leave(generation)
 
     def _enter(self, generation: Generation) -> None:
-        if self._tasks and self._tasks[0].done():
-            e = self._tasks[0].exception()
-            raise e if isinstance(e, PacelineError) else LinkError("the link is closed")
+        if (dead := self._link_error()) is not None:
+            raise dead
         if self._draft is not None:
             draft, prompt = self._draft, (*generation.session.prompt, *generation.session.committed)
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
@@ -149,12 +148,19 @@ class Agent:
         else:
             self._waiting.append(generation)
 
+    def _link_error(self) -> PacelineError | None:
+        """Why there will be no link any more, if so."""
+        if not self._tasks or not self._tasks[0].done():
+            return None
+        e = None if self._tasks[0].cancelled() else self._tasks[0].exception()
+        return e if isinstance(e, PacelineError) else LinkError("the link is closed")
+
     def _open_draft(self, generation: Generation, draft: Draft, prompt: Sequence[int]) -> None:
         with suppress(EngineError):  # no room in the draft: this one is decoded plainly
             generation.handle = draft.open(prompt) if prompt else None
 
     def _leave(self, generation: Generation) -> None:
-        session = generation.session
+        session, generation.left = generation.session, True
         if session.phase in (Phase.OPENING, Phase.RUNNING):
             if session.sid in self._generations:
                 self.link.send(session.cancel())
@@ -176,9 +182,10 @@ class Agent:
     async def _keep_link(self) -> None:
         try:
             await self.link.run()
-        except PacelineError as e:
+        except Exception as e:  # a fault of our own must not leave anybody waiting for ever
+            told = e if isinstance(e, PacelineError) else LinkError(f"the link failed: {type(e).__name__}: {e}")
             for generation in [*self._waiting, *self._generations.values()]:
-                generation.events.put_nowait(e)
+                generation.events.put_nowait(told)
             raise
 
     def link_up(self, welcome: Welcome) -> None:
@@ -280,6 +287,12 @@ class Agent:
             generation.events.put_nowait(error)
 
     def _reopen(self, generation: Generation) -> None:
+        """Ask again, unless nobody listens any more, or the link was given up meanwhile."""
+        if generation.left:
+            return
+        if (dead := self._link_error()) is not None:
+            generation.events.put_nowait(dead)
+            return
         generation.session.phase = Phase.OPENING
         if self.link.state is State.UP:
             self._open(generation)

@@ -59,6 +59,7 @@ class Generation:
     in_flight: frozenset[int] = frozenset()
     acknowledged: int = 0
     retries: int = 0
+    left: bool = False  # nobody waits for its events any more
     _last_root: int = 0
 
     def __post_init__(self) -> None:

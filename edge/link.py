@@ -125,7 +125,7 @@ class Link:
             await asyncio.sleep(self._back_off(failures))
 
     def _back_off(self, failures: int) -> float:
-        limit = min(LAST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** max(failures - 1, 0))
+        limit = min(LAST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** min(max(failures - 1, 0), 16))  # 2.0 ** 1024 is no float
         return self._random.uniform(0.0, limit) if failures else 0.0
 
     async def _serve(self, channel: Channel) -> bool:

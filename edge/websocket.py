@@ -6,6 +6,7 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +120,8 @@ class SocketChannel:
             raise ChannelClosed(str(e)) from None
 
     async def close(self, reason: str = "") -> None:
-        await self._socket.close(reason=reason[:120])
+        with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
+            await self._socket.close(reason=reason.encode()[:120].decode(errors="ignore"))
 
 
 @dataclass(frozen=True)

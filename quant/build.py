@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import affine
 from .decoder import EMBEDDING, HEAD, LAST_NORM, Shape, embed, head, hidden
 from .errors import RecipeError
-from .export import Entry, Rounded
+from .export import Entry, Packed, Rounded
 from .grids import BLOCK, Q8_0, Grid, scales
 from .reconstruct import Plan, Rebuilder, second_order
 from .student import Parameter, Student
@@ -32,7 +33,8 @@ def _silent(done: int, total: int) -> None: ...
 @dataclass(frozen=True)
 class Recipe:
     """layers: which of the target's, in order; trim: rows kept; table: grid of the embedding and head tables, Q8_0 keeps them as
-    the target has them and does not train them."""
+    the target has them and does not train them; exact: hold in Q4_K, untrained, what the target has on a 4-bit grid with offsets
+    and in rows that divide by 256."""
 
     layers: Sequence[int]
     trim: Trim
@@ -40,6 +42,7 @@ class Recipe:
     table: Grid = Q8_0
     neurons: int = 0
     strength: float = 0.7
+    exact: bool = True
 
 
 def check(target: Target, recipe: Recipe) -> None:
@@ -101,8 +104,9 @@ def rebuilt(target: Target, recipe: Recipe, calibration: Tensor, progress: Progr
     parameters, frozen = _tables(target, recipe, calibration)
     first = frozen.get(EMBEDDING)
     table = parameters[EMBEDDING].rounded(recipe.table).float() if first is None else first
+    held = exact_maps(target, recipe)
     stream, own = embed(s, target.tensor(EMBEDDING), calibration), embed(s, table, trim.to_row[calibration])
-    walk = Rebuilder(s, Plan(recipe.grid, recipe.strength, recipe.neurons), stream, own)
+    walk = Rebuilder(s, Plan(recipe.grid, recipe.strength, recipe.neurons, exact=held), stream, own)
     vectors = {LAST_NORM: target.tensor(LAST_NORM)}
     place = {i: to for to, i in enumerate(recipe.layers)}
     for i in range(s.layers):
@@ -113,18 +117,33 @@ def rebuilt(target: Target, recipe: Recipe, calibration: Tensor, progress: Progr
         if s.interleaved and (".attn_q." in name or ".attn_k." in name):
             value, d = halves(value, s.head_dim), halves(d, s.head_dim)
         parameters[name] = Parameter.matrix(value, d)
+    for stem in held:
+        frozen |= {
+            f"blk.{i}.{stem}.weight": target.tensor(f"blk.{o}.{stem}.weight") for i, o in enumerate(recipe.layers)
+        }
     parameters |= {n: Parameter.vector(v) for n, v in vectors.items()}
     shape = replace(s, layers=len(recipe.layers), interleaved=False)
     return Student(target.architecture, shape, recipe.grid, trim, list(recipe.layers), parameters, frozen)
 
 
-def frozen_table(target: Target, name: str, ids: Tensor) -> Tensor:
-    return target.tensor(name)[ids]
+def exact_maps(target: Target, recipe: Recipe) -> frozenset[str]:
+    """Stems of the maps that Q4_K holds as the target has them. Only a branch's last map is ever left out of the correction."""
+    name = f"blk.{recipe.layers[0]}.ffn_down.weight"
+    fits = target.extents(name)[1] % affine.SUPER == 0 and target.kind(name) in ("Q4_1", "Q4_K")
+    return frozenset({"ffn_down"}) if recipe.exact and fits and not recipe.neurons else frozenset()
+
+
+def frozen_tensor(target: Target, name: str, ids: Tensor, layers: Sequence[int]) -> Tensor:
+    """A matrix that a draft keeps as its target has it; name: in the draft, ids: of the rows kept, layers: of the target's."""
+    if not name.startswith("blk."):
+        return target.tensor(name)[ids]
+    _, number, rest = name.split(".", 2)
+    return target.tensor(f"blk.{layers[int(number)]}.{rest}")
 
 
 def _tables(target: Target, recipe: Recipe, calibration: Tensor) -> tuple[dict[str, Parameter], dict[str, Tensor]]:
     """The tables as trained parameters, or as frozen matrices when they keep 8 bits."""
-    kept = {n: frozen_table(target, n, recipe.trim.to_target) for n in tables(target)}
+    kept = {n: frozen_tensor(target, n, recipe.trim.to_target, recipe.layers) for n in tables(target)}
     if recipe.table is Q8_0:
         return {}, kept
     if recipe.table is not recipe.grid:
@@ -186,8 +205,8 @@ def renumbered(w: dict[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]
 def entries(student: Student, shape: Shape) -> Iterator[Entry]:
     """A student's tensors for `write_draft`, rows back in the order of the architecture's GGUF files. shape: the target's."""
     turn = student.architecture == "llama" and not student.shape.interleaved
-    for name, table in student.frozen.items():
-        yield name, rounded(table, Q8_0)
+    for name, w in student.frozen.items():
+        yield name, Packed(affine.q4_k(w.cpu().numpy()), "Q4_K") if name.startswith("blk.") else rounded(w, Q8_0)
     for name, p in student.parameters.items():
         if p.base is None:
             yield name, p.value

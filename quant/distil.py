@@ -148,15 +148,15 @@ def save(path: Path, student: Student, place: Place) -> None:
         torch.save({"format": FORMAT, "place": asdict(place), "student": student.state()}, part)
 
 
-def load(path: Path, frozen: Callable[[str, Tensor], Tensor]) -> tuple[Student, Place]:
-    """A checkpoint; frozen(name, ids of the rows kept) gives the matrices that are not in it. Raises `WeightsError`."""
+def load(path: Path, frozen: Callable[[str, Tensor, list[int]], Tensor]) -> tuple[Student, Place]:
+    """A checkpoint; frozen(name, ids of rows, layers) gives the matrices that are not in it. Raises `WeightsError`."""
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True)
         if state["format"] != FORMAT:
             raise ValueError(f"its format is {state['format']!r}")
         place = Place(**state["place"])
         kept = state["student"]
-        student = Student.from_state(kept, {n: frozen(n, kept["to_target"]) for n in kept["frozen"]})
+        student = Student.from_state(kept, {n: frozen(n, kept["to_target"], kept["layers"]) for n in kept["frozen"]})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
         raise WeightsError(f"{path} is not a usable checkpoint: {error}. Delete it to begin anew.") from error
     return student, place

@@ -39,7 +39,15 @@ class Rounded:
         return packed(self.latent, self.scales, self.grid)
 
 
-Entry = tuple[str, "Tensor | Rounded"]
+@dataclass(frozen=True)
+class Packed:
+    """A matrix whose bytes are ready: [R, bytes a row], of a kind that gguf names."""
+
+    data: NDArray[np.uint8]
+    kind: str
+
+
+Entry = tuple[str, "Tensor | Rounded | Packed"]
 
 
 def header(writer: gguf.GGUFWriter, shape: Shape, hidden: list[int], rows: int, context: int) -> None:
@@ -86,6 +94,8 @@ def write_draft(
         if isinstance(entry, Rounded):
             writer.add_tensor(name, entry.bytes(), raw_dtype=KINDS[entry.grid.name])
             kinds.add(entry.grid.name)
+        elif isinstance(entry, Packed):
+            writer.add_tensor(name, entry.data, raw_dtype=gguf.GGMLQuantizationType[entry.kind])
         else:
             writer.add_tensor(name, entry.float().contiguous().numpy())
     writer.add_file_type(FILE_TYPES[min(kinds, key=lambda k: FILE_TYPES[k])] if kinds else 0)

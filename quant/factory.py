@@ -29,6 +29,7 @@ from .trim import Trim, choose, special, trim, whole
 
 CHECKPOINT = "training.pt"
 BIG = 1_500_000_000  # parameters from which `auto` rounds plainly, tensor by tensor
+CALIBRATION = 48  # conversations that the correction looks at, at most
 HELD = 96  # conversations never trained or calibrated on, where there are many
 Step = Callable[[int, int], None]
 
@@ -104,7 +105,7 @@ def build(
     recipe = making.Recipe(chosen, ids, grid, GRIDS[options.table], options.neurons)
     out.mkdir(parents=True, exist_ok=True)
     if corrected and text is not None:
-        calibration = text.rows(train, calibration_length(text), options.conversations)
+        calibration = text.rows(train, calibration_length(text), CALIBRATION)
         student = making.rebuilt(target, recipe, calibration, step)
         distil.save(out / CHECKPOINT, student, distil.Place())
         write_student(student, target, out / folder.DRAFT)

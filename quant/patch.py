@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from .affine import q4_k
 from .errors import DraftError
 from .gguf_file import GgufFile, TensorInfo
 from .landing import landing
@@ -28,6 +29,7 @@ MAGIC = b"PACELINE-PATCH-1\n"
 BLOCK, BLOCK_BYTES = 32, 18
 #: Codes of the 4-bit kinds by ggml type number: Q4_0 and IQ4_NL.
 CODES = {2: tuple(range(-8, 8)), 20: (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)}
+Q4_K = 12  # ggml's type number
 MAX_TABLE, MAX_FILE = 1 << 24, 1 << 36
 Bytes = NDArray[np.uint8]
 Step = Callable[[int, int], None]
@@ -71,7 +73,7 @@ def _unpack(data: bytes, size: int) -> Bytes:
 
 
 def _encoded(draft: GgufFile, target: GgufFile, info: TensorInfo, source: str) -> tuple[str, list[bytes]]:
-    """How a tensor is stored and its blobs: as the target's own bytes, as differences of codes, or whole."""
+    """How a tensor is stored and its blobs: as the target's own bytes, made from them anew, as differences of codes, or whole."""
     raw = draft.raw(info.name).reshape(-1)
     if source in target.tensors:
         theirs = target.info(source)
@@ -81,6 +83,12 @@ def _encoded(draft: GgufFile, target: GgufFile, info: TensorInfo, source: str) -
             and np.array_equal(raw, target.raw(source).reshape(-1))
         ):
             return "copy", []
+        if (
+            info.kind == Q4_K
+            and theirs.shape == info.shape
+            and np.array_equal(raw, q4_k(target.array(source)).reshape(-1))
+        ):
+            return "q4_k", []
         if info.kind in CODES and theirs.shape == info.shape:
             scales, places = unpacked(raw)
             base = nearest_places(target.array(source).reshape(-1, BLOCK), scales, CODES[info.kind])
@@ -164,6 +172,8 @@ def _rebuild(file: BinaryIO, table: dict[str, Any], target: GgufFile, part: Path
 def _decoded(entry: dict[str, Any], blobs: list[bytes], target: GgufFile) -> Bytes:
     if entry["how"] == "copy":
         return target.raw(entry["source"]).reshape(-1)
+    if entry["how"] == "q4_k":
+        return q4_k(target.array(entry["source"])).reshape(-1)
     if entry["how"] == "whole":
         return _unpack(blobs[0], entry["size"])
     blocks = entry["size"] // BLOCK_BYTES

@@ -24,12 +24,13 @@ PIECE = 16  # sequences attended at a time
 @dataclass(frozen=True)
 class Plan:
     """How a layer is rebuilt. strength: share of the gathered difference that each map makes up for, 0 to 1; neurons: the
-    feed-forward width to keep, 0 for all."""
+    feed-forward width to keep, 0 for all; exact: maps left as they are, by their GGUF stem ("ffn_down")."""
 
     grid: Grid
     strength: float = 0.7
     neurons: int = 0
     damp: float = 0.01
+    exact: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,8 @@ class Rebuilder:
         """Round the map that ends a branch; without a norm after it, it also makes up for the stream's difference."""
         p = f"blk.{i}."
         weight = kept[f"{p}{name}.weight"]
+        if name in self.plan.exact:
+            return
         miss = x @ w[f"{p}{name}.weight"].T - xq @ weight.T
         if f"{p}{post}.weight" not in w:
             miss = miss + (self.r - self.rq)

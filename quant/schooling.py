@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from . import distil as distilling
 from . import folder, store
 from . import text as own_text
-from .build import frozen_table
+from .build import frozen_tensor
 from .errors import DraftError
 from .factory import CHECKPOINT, card, split, write_student
 from .report import picture
@@ -84,7 +84,7 @@ def distil(
 
 
 def load(checkpoint: Path, target: Target) -> tuple[Student, distilling.Place]:
-    return distilling.load(checkpoint, lambda name, ids: frozen_table(target, name, ids))
+    return distilling.load(checkpoint, lambda name, ids, layers: frozen_tensor(target, name, ids, layers))
 
 
 class Session:

@@ -85,8 +85,8 @@ def step_parameter(p: Parameter, grid: Grid, gradient: Tensor, rate: float, step
 
 @dataclass
 class Student:
-    """A draft being made. layers: which of the target's layers it has, in order. frozen: matrices kept as the target has them, at
-    8 bits, by name; they are not part of the state, since the target gives them again."""
+    """A draft being made. layers: which of the target's layers it has, in order. frozen: matrices kept as the target has them, by
+    name (tables at 8 bits, the others in Q4_K); they are not part of the state, since the target gives them again."""
 
     architecture: str
     shape: Shape

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
+import gguf
 import torch
 from paceline.protocol.vocabulary import Vocabulary
 from torch import Tensor
@@ -22,7 +23,7 @@ from .hf_folder import folder_tokens, read_json, safetensors_table
 
 
 class Target(Protocol):
-    """What the factory needs of a target. `tokens`: its vocabulary in the order of ids."""
+    """What the factory needs of a target. `tokens`: its vocabulary in the order of ids; `kind`: ggml's name of a type."""
 
     name: str
     shape: Shape
@@ -31,6 +32,7 @@ class Target(Protocol):
 
     def names(self) -> Iterator[str]: ...
     def extents(self, name: str) -> tuple[int, ...]: ...
+    def kind(self, name: str) -> str: ...
     def tensor(self, name: str) -> Tensor: ...
 
 
@@ -54,6 +56,9 @@ class GgufTarget:
 
     def extents(self, name: str) -> tuple[int, ...]:
         return self.file.info(name).shape
+
+    def kind(self, name: str) -> str:
+        return str(gguf.GGMLQuantizationType(self.file.info(name).kind).name)
 
     def tensor(self, name: str) -> Tensor:
         return torch.from_numpy(self.file.array(name))
@@ -85,6 +90,9 @@ class FolderTarget:
         if name not in self._where:
             raise WeightsError(f"{self.name} has no tensor {name!r}.")
         return self._where[name][2]
+
+    def kind(self, name: str) -> str:
+        return "F16"
 
     def tensor(self, name: str) -> Tensor:
         from safetensors import safe_open

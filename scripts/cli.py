@@ -10,9 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from paceline.protocol.errors import PacelineError
+from paceline.quant.cli import app as draft_app
 from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
+from paceline.scripts.command_order import order
+from paceline.scripts.command_overhead import overhead
 from typer.core import TyperGroup
 
 
@@ -98,6 +101,11 @@ def list_models() -> None:
     console.print(f"\nFetched to {cache_folder()}", highlight=False, soft_wrap=True)
 
 
+app.add_typer(draft_app, name="draft")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure; each figure is of one run on this machine.")
+app.add_typer(bench_app, name="bench")
+bench_app.command("overhead")(overhead)
+bench_app.command("order")(order)
 app.command("chat")(chat)
 app.command("cloud")(cloud)
 app.command("demo")(demo)

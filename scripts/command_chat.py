@@ -54,6 +54,7 @@ def chat(
     from paceline.edge.vocabulary_cache import vocabulary_file
     from paceline.edge.websocket import Address
     from paceline.protocol.errors import PacelineError
+    from paceline.quant.landing import disk_errors
     from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
     from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
@@ -66,7 +67,8 @@ def chat(
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
-    cache_folder().mkdir(parents=True, exist_ok=True)
+    with disk_errors(cache_folder()):
+        cache_folder().mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         if url:
             addresses = tuple(Address(u, key, insecure, authority, certificate) for u in url)

@@ -278,7 +278,7 @@ def test_out_of_memory_ends_the_session_whose_share_is_too_large(make: Make) -> 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more lines")
         return engine.eager(rows, layout)
 
-    engine._run = run
+    engine.run = run
     handles = [engine.open(()) for _ in range(4)]
     sizes = (10, 30, 80, 40)
     results = engine.verify([Work(h, tuple(words(n, n)), Plan(), GREEDY) for h, n in zip(handles, sizes, strict=True)])
@@ -293,7 +293,7 @@ def test_other_failures_are_not_swallowed(make: Make) -> None:
     def run(rows: Rows, layout: Layout) -> torch.Tensor:
         raise RuntimeError("a fault of ours")
 
-    engine._run = run
+    engine.run = run
     with pytest.raises(RuntimeError, match="a fault of ours"):
         engine.verify([Work(engine.open(()), (1,), Plan(), GREEDY)])
 

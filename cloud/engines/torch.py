@@ -45,11 +45,24 @@ class Decoder:
 
 @dataclass
 class Timing:
-    """Seconds of the last `verify`, and its rows. On CUDA `forward` covers only its launch; `total` ends with the results."""
+    """Seconds of the last `verify`, and its rows.
+
+    `run` is planning and the decoder; on CUDA it covers the launch alone, unless the clock waits for the device.
+    """
 
     rows: int = 0
-    forward: float = 0.0
+    planning: float = 0.0  # of the attention, from the layout
+    run: float = 0.0
     total: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        return self.run - self.planning
+
+    @property
+    def outside(self) -> float:
+        """All of the step that is not the decoder's arithmetic."""
+        return self.total - self.forward
 
 
 class TorchEngine:
@@ -58,7 +71,6 @@ class TorchEngine:
         decoder: Decoder,
         cache: Cache,
         context: int,
-        run: Forward | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = "torch"
@@ -67,7 +79,7 @@ class TorchEngine:
         self.free_width = 0
         self.decoder, self.cache = decoder, cache
         self.timing = Timing()
-        self._run = run or self.eager
+        self.run: Forward = self.eager
         self._clock = clock
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -152,12 +164,14 @@ class TorchEngine:
         with self._timed(batch):
             columns = (batch.tokens, batch.layout.positions, batch.slots, batch.asked)
             rows = Rows(*(torch.from_numpy(c).to(self.decoder.device) for c in columns))
-            return self._run(rows, batch.layout)
+            return self.run(rows, batch.layout)
 
     def eager(self, rows: Rows, layout: Layout) -> Tensor:
         """The forward as it comes, for any shape."""
         d = self.decoder
+        began = self._clock()
         plan = d.suite.plan(layout, frozenset(d.config.windows), d.device)
+        self.timing.planning += self._clock() - began
         return forward(d.weights, d.config, rows, self.cache.keys, self.cache.values, plan, d.suite)
 
     def _walk(self, batch: Batch, logits: Tensor) -> Paths:
@@ -215,7 +229,7 @@ class TorchEngine:
     def _timed(self, batch: Batch) -> Iterator[None]:
         began = self._clock()
         yield
-        self.timing.forward += self._clock() - began
+        self.timing.run += self._clock() - began
         self.timing.rows += batch.layout.rows
 
 

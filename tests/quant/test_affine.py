@@ -21,9 +21,8 @@ def test_ordinary_weights_come_back_to_four_bits() -> None:
 def test_weights_from_a_grid_with_offsets_hardly_change() -> None:
     w = np.random.default_rng(1).standard_normal((32, 768)).astype(np.float32) * 0.05
     on_grid = gguf.quants.dequantize(gguf.quants.quantize(w, Q4_1), Q4_1)
-    symmetric = gguf.quants.dequantize(
-        gguf.quants.quantize(on_grid, gguf.GGMLQuantizationType.Q4_0), gguf.GGMLQuantizationType.Q4_0
-    )
+    q4_0 = gguf.GGMLQuantizationType.Q4_0
+    symmetric = gguf.quants.dequantize(gguf.quants.quantize(on_grid, q4_0), q4_0)
     kept = relative(gguf.quants.dequantize(q4_k(on_grid), Q4_K), on_grid)
     assert kept < 0.001
     assert kept < 0.1 * relative(symmetric, on_grid)

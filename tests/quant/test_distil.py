@@ -45,8 +45,8 @@ def test_a_draft_with_a_layer_less_learns_to_choose_as_its_target(tiny: Path, te
 def test_a_resumed_run_goes_on_as_if_never_stopped(tiny: Path, text: OwnText, tmp_path: Path) -> None:
     target, train = open_target(tiny), np.arange(len(text))
 
-    def frozen(name: str, ids: torch.Tensor) -> torch.Tensor:
-        return making.frozen_table(target, name, ids)
+    def frozen(name: str, ids: torch.Tensor, layers: list[int]) -> torch.Tensor:
+        return making.frozen_tensor(target, name, ids, layers)
 
     through = Trainer(student(target, text), text, train, PACE)
     for _ in range(6):
@@ -70,7 +70,7 @@ def test_a_broken_checkpoint_says_so(tmp_path: Path) -> None:
     path = tmp_path / "training.pt"
     path.write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(WeightsError, match=r"training\.pt is not a usable checkpoint"):
-        distil.load(path, lambda name, ids: ids)
+        distil.load(path, lambda name, ids, layers: ids)
 
 
 def test_divergence_is_zero_for_the_target_itself_and_counts_missing_rows() -> None:
