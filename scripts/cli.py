@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from paceline.protocol.errors import PacelineError
 from paceline.quant.cli import app as draft_app
+from paceline.scripts.command_bench import app as bench_app
 from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
@@ -102,6 +103,7 @@ def list_models() -> None:
 
 
 app.add_typer(draft_app, name="draft")
+app.add_typer(bench_app, name="bench")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure; each figure is of one run on this machine.")
 app.add_typer(bench_app, name="bench")
 bench_app.command("overhead")(overhead)
