@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from paceline.cloud.engine import Engine, Work
@@ -42,13 +42,21 @@ class Seat:
     handle: int | None = None
     gone: bool = False
     since: float = 0.0  # when its last step ended
+    pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
+    trust: float = 1.0  # how often its nodes are taken, for how often it says they are
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
         s = self.session
-        if self.gone or s.finish or len(s.committed) - s.acknowledged >= ACK_WINDOW:
+        if self.gone or s.finish or self.unheard:
             return math.inf
-        return self.since + s.patience if s.waiting else now
+        begin = now + self.pause()
+        return max(begin, self.since + s.patience) if s.waiting else begin
+
+    @property
+    def unheard(self) -> bool:
+        """Has it run as far ahead as it may of what its edge has said to have?"""
+        return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
 
 
 @dataclass
@@ -132,8 +140,9 @@ class Scheduler:
 
     async def _sleep(self, seconds: float) -> None:
         """Until something arrives, or for so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds if seconds < math.inf else None)
+        with suppress(TimeoutError):  # not wait_for, which may swallow a cancellation before Python 3.12
+            async with asyncio.timeout(seconds if seconds < math.inf else None):
+                await self._wake.wait()
 
     async def _step(self, seats: Sequence[Seat]) -> None:
         begin = self._clock()
