@@ -33,6 +33,7 @@ class Figures:
     offered: int = 0  # steps whose last token fell where the draft had candidates
     matched: int = 0  # of those, how often it was among them
     first_token: float | None = None
+    last_token: float = 0.0
     step_seconds: float = 0.0
 
 
@@ -85,6 +86,7 @@ class Generation:
         f, commit = self.figures, event.commit
         if f.first_token is None:
             f.first_token = now - self.begun
+        f.last_token = now - self.begun
         self.horizon.observe(now - self.one_way(), commit.step)
         if commit.step:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)
