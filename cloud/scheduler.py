@@ -11,9 +11,10 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from paceline.cloud.backup import TopUp
 from paceline.cloud.engine import Engine, Work
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
@@ -44,6 +45,7 @@ class Seat:
     since: float = 0.0  # when its last step ended
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
     trust: float = 1.0  # how often its nodes are taken, for how often it says they are
+    own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
@@ -87,12 +89,20 @@ class Figures:
 
 class Scheduler:
     def __init__(
-        self, engine: Engine, run: Runner, clock: Callable[[], float], *, width: int | None = None, floor: float = 0.0
+        self,
+        engine: Engine,
+        run: Runner,
+        clock: Callable[[], float],
+        *,
+        width: int | None = None,
+        floor: float = 0.0,
+        top_up: TopUp | None = None,
     ) -> None:
+        """`floor`: seconds to which a step is paced. `top_up` drafts where an edge's tree holds too little."""
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock = run, clock
+        self._run, self._clock, self._top_up = run, clock, top_up
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
@@ -145,8 +155,11 @@ class Scheduler:
                 await self._wake.wait()
 
     async def _step(self, seats: Sequence[Seat]) -> None:
-        begin = self._clock()
         seats = [s for s in seats if self._seated(s)]
+        if self._top_up is not None:
+            await self._grow(seats, self._top_up)
+            seats = [s for s in seats if not s.gone]
+        begin = self._clock()
         batch = self._plan(seats)
         if not batch:
             return
@@ -171,6 +184,18 @@ class Scheduler:
         except Exception as e:  # whatever an engine runs into ends these sessions, not the server
             log.exception("the engine failed")
             return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
+
+    async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
+        """Draft for the sessions that are about to choose."""
+        verify = max(self._cost(1), self.floor)
+        for seat in seats:
+            assert seat.handle is not None
+            session = seat.session
+            if len(session.sequence) - self.engine.length(seat.handle) > self.engine.chunk:
+                continue
+            stub = top_up.look(session, self.width)
+            drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids))  # noqa: B023 - awaited at once
+            seat.own = top_up.put(session, stub, drafted)
 
     def _seated(self, seat: Seat) -> bool:
         """Give the session a sequence of the engine if it has none. False if there is no room."""
@@ -224,6 +249,11 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
+        if self._top_up is not None and seat.own:
+            own = set(seat.own)
+            self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
+            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+            seat.own = []
         commit = seat.session.apply(plan, result, step)
         seat.since = self._clock()
         self.figures.count(commit)

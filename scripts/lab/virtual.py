@@ -7,10 +7,10 @@ charged by whoever models it.
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from paceline.edge.draft import Extended
 from paceline.protocol.channel import ChannelClosed
 
 T = TypeVar("T")
@@ -80,18 +80,18 @@ class MemoryChannel:
                 end._in.put_nowait(None)
 
 
-def draft_runner(first: float, more: float) -> Callable[[Callable[[], Extended]], Awaitable[Extended]]:
-    """Runs a draft step at once; a batch of n rows then costs first + more (n - 1) virtual seconds."""
+@dataclass
+class Meter:
+    """Runs a verifier's work at once, then lets pass what that work says it cost. The scheduler's floor comes on top."""
 
-    async def run_draft(work: Callable[[], Extended]) -> Extended:
-        done = work()
-        if done.ran:
-            await asyncio.sleep(first + more * (done.ran - 1))
-        return done
+    seconds: float = 0.0
 
-    return run_draft
+    def charge(self, seconds: float) -> None:
+        self.seconds += seconds
 
-
-async def run_engine(work: Callable[[], T]) -> T:
-    """Runs a verification at once; the scheduler's floor is what it costs."""
-    return work()
+    async def run(self, work: Callable[[], T]) -> T:
+        result = work()
+        seconds, self.seconds = self.seconds, 0.0
+        if seconds:
+            await asyncio.sleep(seconds)
+        return result
