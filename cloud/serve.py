@@ -18,6 +18,8 @@ from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.protocol.errors import PacelineError
 
+ENGINES = ("llamacpp", "torch", "toy")
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -34,6 +36,9 @@ class Settings:
     verify_floor: float = 0.0
     session_ttl: float = 60.0
     keep_order: bool = True
+    device: str = "auto"  # of the torch engine: auto, cpu, cuda, cuda:N
+    exact: bool = False  # of the torch engine: a row's bits never depend on its batch
+    quant: str | None = None  # of the torch engine: nf4, int8, w4
     drain_timeout: float = 30.0
     keys: Path | None = None
     tls_certificate: Path | None = None
@@ -59,7 +64,28 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
             gpu_layers=settings.gpu_layers,
             keep_order=settings.keep_order,
         )
-    raise PacelineError(f"engine {settings.engine!r} is not known; there are llamacpp and toy")
+    if settings.engine == "torch":
+        return _torch_engine(settings, model)
+    raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
+
+
+def _torch_engine(settings: Settings, model: Path | None) -> Engine:
+    try:
+        import torch
+        from paceline.cloud.torch_target import Options, bring_up
+    except ModuleNotFoundError as e:
+        raise PacelineError(f"the torch engine needs {e.name}: pip install 'paceline[cloud]'") from None
+    assert model is not None
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    options = Options(
+        device=settings.device,
+        exact=settings.exact,
+        quant=settings.quant,
+        context=settings.context,
+        sequences=4 * settings.slots,
+    )
+    return bring_up(model, options)
 
 
 async def serve(

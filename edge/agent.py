@@ -170,7 +170,7 @@ class Agent:
         if not self._tasks or not self._tasks[0].done():
             return None
         e = None if self._tasks[0].cancelled() else self._tasks[0].exception()
-        return e if isinstance(e, PacelineError) else LinkError("the link is closed")
+        return _told(e) if isinstance(e, Exception) else LinkError("the link is closed")
 
     def _open_draft(self, generation: Generation, draft: Draft, prompt: Sequence[int]) -> None:
         with suppress(EngineError):  # no room in the draft: this one is decoded plainly
@@ -200,9 +200,8 @@ class Agent:
         try:
             await self.link.run()
         except Exception as e:  # a fault of our own must not leave anybody waiting for ever
-            told = e if isinstance(e, PacelineError) else LinkError(f"the link failed: {type(e).__name__}: {e}")
             for generation in [*self._waiting, *self._generations.values()]:
-                generation.events.put_nowait(told)
+                generation.events.put_nowait(_told(e))
             raise
 
     def link_up(self, welcome: Welcome) -> None:
@@ -382,3 +381,7 @@ class Agent:
             self.link.send(message)
             if isinstance(message, DraftMessage):
                 self.timeline.sent(len(message.tokens))
+
+
+def _told(e: Exception) -> PacelineError:
+    return e if isinstance(e, PacelineError) else LinkError(f"the link failed: {type(e).__name__}: {e}")

@@ -118,7 +118,6 @@ class Link:
                 begin = self._clock()
                 up = await self._serve(channel)
                 failures = 0 if up and self._clock() - begin > STEADY_SECONDS else failures + 1
-                failures = min(failures, 1) if self.leaving else failures
             self.state = State.DOWN
             if self._attempts is not None and failures >= self._attempts:
                 raise LinkError(self.last_error)

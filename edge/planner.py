@@ -17,9 +17,9 @@ from paceline.protocol.tree import Tree
 
 DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
 LEAST = math.log(8e-3)  # nodes less useful than this are not run
-SENT = math.log(0.02)  # nodes less useful than this are not sent
+SENT = math.log(0.012)  # nodes less useful than this are not sent
 PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
-PATIENT = 1.0  # by how much waiting must be better than stepping
+PATIENT = 1.4  # by how much waiting must be better than stepping
 MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
 
 

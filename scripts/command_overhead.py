@@ -24,7 +24,7 @@ def overhead(
     """CPU seconds of edge and verifier outside their models' forward, as shares of it, in one run on this machine."""
     import json
 
-    from paceline.scripts.lab.overhead import measure, report
+    from paceline.scripts.lab.llama_overhead import measure, report
     from paceline.scripts.pairs import files_of, vocabulary_of
 
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)

@@ -35,7 +35,10 @@ RoundTrip = Annotated[float, typer.Option("--rtt", min=0, max=10, help="Seconds 
 VerifyFloor = Annotated[
     float, typer.Option(min=0, max=10, help="Pace each step of the verifier to at least so many seconds.")
 ]
-Engine = Annotated[str, typer.Option(help="What runs the target: llamacpp.")]
+Exact = Annotated[bool, typer.Option("--exact", help="torch: a row's bits never depend on the rows beside it.")]
+Quant = Annotated[str | None, typer.Option(help="torch: weights in nf4, int8 or w4.")]
+Device = Annotated[str, typer.Option(help="torch: auto, cpu, cuda or cuda:N.")]
+Engine = Annotated[str, typer.Option(help="What runs the target: llamacpp or torch.")]
 
 
 def sampling(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -332,3 +333,13 @@ def test_the_chat_command_writes_the_same(system: Any, client: openai.OpenAI) ->
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip("\n") == (own.choices[0].message.content or "").rstrip("\n")
+
+
+def test_the_example_of_the_readme(system: Any, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands there is run as it stands, but for the address."""
+    text = (Path(__file__).resolve().parent.parent.parent / "README.md").read_text()
+    [example] = re.findall(r"```python\n(from openai .*?)```", text, re.DOTALL)
+    assert "http://127.0.0.1:8080" in example
+    exec(example.replace("http://127.0.0.1:8080", system.url), {})
+    own = client.chat.completions.create(model="smollm2", messages=ASK, temperature=0, max_tokens=24)
+    assert capsys.readouterr().out == own.choices[0].message.content

@@ -26,6 +26,7 @@ from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import start
 from paceline.edge.agent import Agent
 from paceline.edge.drafts.llamacpp import LlamaDraft
+from paceline.edge.generation import Generation
 from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
@@ -155,7 +156,7 @@ async def _measure(
     async with _edge(draft, text, thread, cloud.port) as agent:
         async for _ in agent.generate(prompt, sampling, 1):  # both ends have read the prompt
             pass
-        made = []
+        made: list[Generation] = []
         up, begin_cloud = agent.link.traffic.up, cloud.side()
         begin = Side(time.thread_time(), thread.seconds, agent.forward_seconds)
         tokens = 0
