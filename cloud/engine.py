@@ -1,8 +1,8 @@
 """What the scheduler asks of a target, and the walk that engines with logits on the host share.
 
-An engine keeps sequences (its KV cache) under handles. One `verify` call is one step over all sessions given to it: append each
-session's new tokens, run its drafted nodes, walk them along the target's own choices. It knows nothing about sockets, sessions
-or speculation beyond that; the tree's bookkeeping is `paceline.protocol.cloud_session`.
+An engine keeps sequences (its KV cache) under handles. One `verify` call is one step over all sessions given to it:
+append each session's new tokens, run its drafted nodes, walk them along the target's own choices. It knows nothing
+about sockets, sessions or speculation beyond that; the tree's bookkeeping is `paceline.protocol.cloud_session`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ Logits = npt.NDArray[np.float32]  # [V], V the number of real tokens
 class Work:
     """One session's share of a step.
 
-    `tokens` continue the handle's sequence, in order; they are never empty. With `choose`, the target then chooses after the
-    last of them and walks `plan`; without, they are a chunk of a prompt and nothing is chosen.
+    `tokens` continue the handle's sequence, in order; they are never empty. With `choose`, the target then chooses
+    after the last of them and walks `plan`; without, they are a chunk of a prompt and nothing is chosen.
     """
 
     handle: int
@@ -42,10 +42,17 @@ class Engine(Protocol):
     name: str
     vocabulary: Vocabulary
     context: int  # tokens a sequence may hold
+    max_width: int  # nodes a step can take along, over all sessions
+    chunk: int  # prompt tokens a step takes along, over all sessions
     free_width: int  # nodes that a step takes along at no more than 10 % above one row's cost; measured at start
 
+    @property
+    def step_cost(self) -> Sequence[tuple[int, float]]:
+        """(rows, seconds of a step), measured at start."""
+        ...
+
     def open(self, tokens: Sequence[int]) -> int:
-        """A handle for a sequence that will begin with `tokens`. What is cached of them is reused: see `length`.
+        """A handle for a sequence that will begin with `tokens`. What is cached of them is reused, but for the last one.
 
         Raises EngineError when there is no room for another sequence.
         """
@@ -58,7 +65,8 @@ class Engine(Protocol):
     def verify(self, batch: Sequence[Work]) -> Sequence[Walk | EngineError | None]:
         """One step. Per work: the walk; None if nothing was to be chosen; an EngineError if this session cannot go on.
 
-        Afterwards `length` counts what of (tokens, accepted nodes) stayed in the cache: at most all but the chosen token.
+        Afterwards `length` counts what of (tokens, accepted nodes) stayed in the cache: at most all but the chosen
+        token.
         """
         ...
 

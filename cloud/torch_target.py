@@ -10,7 +10,7 @@ from paceline.cloud.checkpoint import Checkpoint, dtype_of, open_checkpoint
 from paceline.cloud.engines.torch import Decoder, TorchEngine
 from paceline.cloud.kv import Cache, Space, page_bytes
 from paceline.cloud.loader import MakeProduct, Progress, Target, dense, load
-from paceline.cloud.witness import demand_exactness, measure_free_width
+from paceline.cloud.witness import demand_exactness, free_width, measure_step_cost
 from paceline.kernels.layout import PAGE
 from paceline.kernels.suite import pick
 from paceline.protocol.errors import EngineError
@@ -58,7 +58,11 @@ def bring_up_checkpoint(
         engine.run = Graphs(decoder, cache, engine.eager)
     if options.exact:
         demand_exactness(engine)
-    engine.free_width = measure_free_width(engine) if options.free_width is None else options.free_width
+    if options.free_width is None:
+        engine.step_cost = measure_step_cost(engine)
+        engine.free_width = free_width(engine.step_cost)
+    else:
+        engine.free_width = options.free_width
     return engine
 
 

@@ -4,6 +4,8 @@
     session.receive(draft_message)                                 # grows the tree, or ProtocolError
     plan = session.plan(width)                                     # the nodes to verify in the next step
     commit = session.apply(plan, walk)                             # what the target chose: the tree is eaten, tokens are final
+    if session.continues(open_message):                            # after a cut: the same request, under a new sid
+        commits = session.resume(open_message)
 
 Why the text cannot depend on the tree. The target's choice at a position is a pure function of its logits there and of
 (seed, position); `walk` follows a drafted node only where its token *equals* that choice. So `apply` commits the target's own
@@ -13,12 +15,13 @@ choices, as many as it could read off in one step: the tree decides how many, ne
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 from paceline.protocol.errors import Code, ProtocolError
-from paceline.protocol.messages import MAX_COMMIT, NODE_WINDOW, Commit, Draft, Open
+from paceline.protocol.messages import MAX_COMMIT, NODE_WINDOW, WEIGHT_UNIT, Commit, Draft, Open
 from paceline.protocol.sampling import History
 from paceline.protocol.tree import State, Tree
 
-WEIGHT_UNIT = 1 / 16  # nats a step of the one-byte weights of a draft message
+Logprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """Nodes to verify: `tokens[i]` grows on node `parents[i]` of this plan, -1 being the last committed token."""
+    """Nodes to verify: `tokens[i]` grows on node `parents[i]` of this plan, -1 being the last committed token.
+
+    `base` is the length of the text that the plan was made for, `held` how many nodes there were to choose from.
+    """
 
     nodes: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
+    base: int | None = None
+    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +56,7 @@ class Walk:
 
     accepted: tuple[int, ...]
     token: int
-    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass
@@ -70,24 +78,28 @@ class CloudSession:
         self.prompt: tuple[int, ...] = opened.prompt
         self.sampling = opened.sampling
         self.logprobs = opened.logprobs
+        self.patience = opened.patience
         self.stop_ids = frozenset(opened.stop_ids)
         self.max_tokens = min(opened.max_tokens, limits.context - len(opened.prompt))
         self.resume_token = resume_token
         self.committed: list[int] = list(opened.held)
         self.acknowledged = len(opened.held)
+        self._idle_at = -1  # length of the text for which the edge said that it has nothing to draft
         self.history = History(opened.prompt, opened.held) if opened.sampling.penalised else None
         self.finish = self._finish_of_held()
         self.counters = Counters()
+        self.tree = Tree(self.sequence[-1], len(self.committed) - 1)
+        self._request = _request(opened)
         self._limits = limits
-        self._restart_tree()
+        self._logprobs: list[Logprobs] = []  # of the last tokens: of those that were not acknowledged, for `catch_up`
+        self._stale_to_report = 0
+        self._refused = 0  # nodes of the draft at hand that found no room
+        self._number_anew()
 
-    def _restart_tree(self) -> None:
-        root = self.committed[-1] if self.committed else self.prompt[-1]
-        self.tree = Tree(root, len(self.committed) - 1)
+    def _number_anew(self) -> None:
         self._nodes: dict[int, int] = {}  # the edge's node number -> id in the tree
         self._written: dict[int, int] = {}  # number of a node that came late but agreed -> text length just after it
         self._next_number = 0
-        self._stale_to_report = 0
 
     @property
     def position(self) -> int:
@@ -101,16 +113,33 @@ class CloudSession:
     # ---- what arrives
 
     def receive(self, draft: Draft) -> None:
-        """Take drafted nodes in. Late ones that agree with what was committed since are kept, others counted as stale."""
-        if len(draft.tokens) != len(draft.parents) or len(draft.weights) not in (0, len(draft.tokens)):
-            raise ProtocolError(Code.BAD_MESSAGE, "draft: parents, tokens and weights differ in length", self.sid)
-        if draft.first > self._next_number + NODE_WINDOW:
-            raise ProtocolError(Code.BAD_PARENT, f"draft: node numbers jump to {draft.first}", self.sid)
+        """Take drafted nodes in. Late ones that agree with what was committed since are kept, others counted as stale.
+
+        A refused draft leaves nothing behind, but for `tree_limit`: then as many of its nodes are kept as found room.
+        """
+        self._check_draft(draft)
         self.acknowledge(draft.base_committed_len)
         weights = draft.weights or bytes(len(draft.tokens))
         for i, (back, token, weight) in enumerate(zip(draft.parents, draft.tokens, weights, strict=True)):
             self._receive_node(draft.first + i, back, draft.base_committed_len, token, -weight * WEIGHT_UNIT)
         self._let_go_of_old_numbers()
+        refused, self._refused = self._refused, 0
+        if refused:
+            text = f"{refused} nodes dropped: the session holds {self._limits.nodes}, as many as it may"
+            raise ProtocolError(Code.TREE_LIMIT, text, self.sid)
+
+    def _check_draft(self, draft: Draft) -> None:
+        if len(draft.tokens) != len(draft.parents) or len(draft.weights) not in (0, len(draft.tokens)):
+            raise ProtocolError(Code.BAD_MESSAGE, "draft: parents, tokens and weights differ in length", self.sid)
+        if draft.first > self._next_number + NODE_WINDOW:
+            raise ProtocolError(Code.BAD_PARENT, f"draft: node numbers jump to {draft.first}", self.sid)
+        if (token := max(draft.tokens)) >= self._limits.vocabulary:
+            raise ProtocolError(Code.BAD_TOKEN, f"draft: token {token} is not in the vocabulary", self.sid)
+        for number, back in enumerate(draft.parents, draft.first):
+            if back > number:
+                raise ProtocolError(
+                    Code.BAD_PARENT, f"draft: node {number} has its parent {back} numbers back", self.sid
+                )
 
     def acknowledge(self, committed_len: int) -> None:
         """The edge has the first `committed_len` tokens."""
@@ -119,44 +148,57 @@ class CloudSession:
             raise ProtocolError(Code.BAD_BASE, text, self.sid)
         self.acknowledged = max(self.acknowledged, committed_len)
 
+    def expect_nothing(self, committed_len: int) -> None:
+        """An ack by itself: the edge has that much text and no node for it, so no step need wait for one."""
+        self.acknowledge(committed_len)
+        self._idle_at = committed_len
+
+    @property
+    def waiting(self) -> bool:
+        """Would the next step begin without a node, where one may still come?"""
+        return self.patience > 0 and len(self.tree) == 0 and self._idle_at < len(self.committed)
+
     def cancel(self) -> None:
         self.finish = self.finish or "cancelled"
 
     def _receive_node(self, number: int, back: int, base: int, token: int, log_probability: float) -> None:
-        if token >= self._limits.vocabulary:
-            raise ProtocolError(Code.BAD_TOKEN, f"draft: token {token} is not in the vocabulary", self.sid)
-        if back > number:
-            raise ProtocolError(Code.BAD_PARENT, f"draft: node {number} has its parent {back} numbers back", self.sid)
         if number < self._next_number:
             return  # a frame came twice, or was overtaken
         self._next_number = number + 1
         self.counters.drafted += 1
-        if not self._place(number, base if back == 0 else None, number - back, token, log_probability):
+        length = base if back == 0 else self._length_at(number - back)
+        if length is not None and length < len(self.committed):  # late: the token after that much text is known
+            kept = self.committed[length] == token
+            if kept:
+                self._written[number] = length + 1
+        else:
+            kept = self._grow(
+                number, self.tree.root if length is not None else self._nodes.get(number - back), token, log_probability
+            )
+        if not kept:
             self.counters.stale += 1
             self._stale_to_report += 1
 
-    def _place(self, number: int, length: int | None, parent_number: int, token: int, log_probability: float) -> bool:
-        """Put a node below its parent, which is the text of that `length` or a node. False if that place is gone."""
-        parent = self.tree.root
-        if length is None:
-            length = self._written.get(parent_number)
-        if length is None:
-            parent = self._nodes.get(parent_number, -1)
-            if parent < 0 or self.tree.state(parent) is State.DEAD:
-                return False
-            if self.tree.state(parent) is State.COMMITTED:
-                length = self.tree.position(parent) + 1
-        if length is not None and length < len(self.committed):
-            if self.committed[length] == token:
-                self._written[number] = length + 1
-            return self.committed[length] == token
-        if length is not None:
-            parent = self.tree.root
-        if self.tree.child(parent, token) is not None:
+    def _length_at(self, number: int) -> int | None:
+        """Length of the text just after node `number`, if the node is part of the text."""
+        if number in self._written:
+            return self._written[number]
+        node = self._nodes.get(number)
+        if node is None or self.tree.state(node) is not State.COMMITTED:
+            return None
+        return self.tree.position(node) + 1
+
+    def _grow(self, number: int, parent: int | None, token: int, log_probability: float) -> bool:
+        """Put a node below a live `parent`. False if that place is gone, or there is no room."""
+        if parent is None or self.tree.state(parent) is not State.LIVE:
             return False
-        if len(self.tree) >= self._limits.nodes:
-            raise ProtocolError(Code.TREE_LIMIT, f"more than {self._limits.nodes} nodes held", self.sid)
-        self._nodes[number] = self.tree.add(parent, token, log_probability)
+        node = self.tree.child(parent, token)  # after a resume the edge sends again what is still here
+        if node is None:
+            if len(self.tree) >= self._limits.nodes:
+                self._refused += 1
+                return False
+            node = self.tree.add(parent, token, log_probability)
+        self._nodes[number] = node
         return True
 
     def _let_go_of_old_numbers(self) -> None:
@@ -169,42 +211,74 @@ class CloudSession:
 
     def plan(self, width: int) -> Plan:
         """The likeliest connected subtree of at most `width` nodes. Its leaves stop short of `max_tokens`."""
-        nodes = self.tree.best(width, exclude_from=self.max_tokens - 1)
+        deepest = min(self.max_tokens, len(self.committed) + MAX_COMMIT) - 1  # the target's own token comes after it
+        nodes = self.tree.best(width, exclude_from=deepest)
         index = {node: i for i, node in enumerate(nodes)}
         parents = tuple(index.get(self.tree.parent(node), -1) for node in nodes)
-        return Plan(tuple(nodes), tuple(map(self.tree.token, nodes)), parents)
+        return Plan(tuple(nodes), tuple(map(self.tree.token, nodes)), parents, len(self.committed), len(self.tree))
 
     def apply(self, plan: Plan, walk: Walk, step: float = 0.0) -> Commit:
         """Commit what the target chose in a step that took `step` seconds; ends the session where it must end."""
-        base, held = len(self.committed), len(plan.nodes)
-        tokens = [plan.tokens[i] for i in walk.accepted] + [walk.token]
-        assert len(tokens) <= MAX_COMMIT
-        tokens = self._cut(tokens)
+        base = len(self.committed)
+        assert self.finish in ("", "cancelled"), "nothing follows the end"
+        assert plan.base in (None, base), "the text grew while the step ran"
+        assert [plan.parents[i] for i in walk.accepted] == [-1, *walk.accepted][: len(walk.accepted)], "not a path"
+        tokens = self._cut([plan.tokens[i] for i in walk.accepted] + [walk.token])
         self.committed.extend(tokens)
         if self.history is not None:
             self.history.extend(tokens)
         self.tree.advance(tokens)
-        self.tree.forget(self.acknowledged - 1)
+        self.tree.forget(max(self.acknowledged, len(self.committed) - NODE_WINDOW) - 1)
         accepted = min(len(walk.accepted), len(tokens))
-        self._count(held, accepted)
+        self._count(plan, accepted)
+        self._keep_logprobs(walk.logprobs[: len(tokens)])
         stale, self._stale_to_report = self._stale_to_report, 0
         return Commit(
             sid=self.sid,
             base=base,
             tokens=tuple(tokens),
             accepted=accepted,
-            held=held,
-            verified=held,
+            held=plan.held,
+            verified=len(plan.nodes),
             stale=stale,
             step=step,
             finish=self.finish,
             logprobs=walk.logprobs[: len(tokens)],
         )
 
+    def _keep_logprobs(self, fresh: tuple[Logprobs, ...]) -> None:
+        if self.logprobs is not None:
+            self._logprobs.extend(fresh)
+            del self._logprobs[: self.acknowledged - (len(self.committed) - len(self._logprobs))]
+
+    # ---- after a cut
+
+    def continues(self, opened: Open) -> bool:
+        """Is this the request that the session serves, and what the edge holds the beginning of its text?"""
+        return _request(opened) == self._request and self.committed[: len(opened.held)] == list(opened.held)
+
+    def resume(self, opened: Open) -> list[Commit]:
+        """Go on under the sid of `opened`, and bring the edge up to date. Nodes are numbered anew; those held stay."""
+        assert self.continues(opened)
+        self.sid, self.acknowledged = opened.sid, len(opened.held)
+        self._number_anew()
+        return self.catch_up(len(opened.held))
+
     def catch_up(self, held: int) -> list[Commit]:
-        """Commits that bring an edge which holds `held` tokens up to date."""
-        ranges = range(held, len(self.committed), MAX_COMMIT)
-        return [Commit(sid=self.sid, base=i, tokens=tuple(self.committed[i : i + MAX_COMMIT])) for i in ranges]
+        """Commits that bring an edge which holds `held` tokens up to date, with the finish if there was one."""
+        size = MAX_COMMIT
+        starts = range(held, len(self.committed), size) or ([held] if self.finish else [])
+        first = len(self.committed) - len(self._logprobs)
+        return [
+            Commit(
+                sid=self.sid,
+                base=i,
+                tokens=tuple(self.committed[i : i + size]),
+                finish=self.finish if i + size >= len(self.committed) else "",
+                logprobs=tuple(self._logprobs[i - first : i - first + size]) if i >= first else (),
+            )
+            for i in starts
+        ]
 
     def _cut(self, tokens: Sequence[int]) -> list[int]:
         """`tokens` up to the first stop token or the limit, whichever comes first; a stop on the limit counts as a stop."""
@@ -222,12 +296,17 @@ class CloudSession:
             return "stop"
         return "length" if len(self.committed) >= self.max_tokens else ""
 
-    def _count(self, held: int, accepted: int) -> None:
+    def _count(self, plan: Plan, accepted: int) -> None:
         c = self.counters
         c.steps += 1
-        c.hits += held > 0
-        c.verified += held
+        c.hits += plan.held > 0
+        c.verified += len(plan.nodes)
         c.accepted += accepted
+
+
+def _request(opened: Open) -> Open:
+    """`opened` without what changes from one connection to the next."""
+    return msgspec.structs.replace(opened, sid=0, held=(), resume="", patience=0.0)
 
 
 def _check(opened: Open, limits: Limits) -> None:
@@ -235,8 +314,8 @@ def _check(opened: Open, limits: Limits) -> None:
     sid = opened.sid
     if not opened.prompt:
         raise ProtocolError(Code.BAD_PROMPT, "the prompt is empty", sid)
-    if any(t >= limits.vocabulary for t in (*opened.prompt, *opened.held)):
-        raise ProtocolError(Code.BAD_TOKEN, "the prompt holds a token that is not in the vocabulary", sid)
+    if (token := max((*opened.prompt, *opened.held))) >= limits.vocabulary:
+        raise ProtocolError(Code.BAD_TOKEN, f"open: token {token} is not in the vocabulary", sid)
     if len(opened.prompt) >= limits.context:
         text = f"the prompt has {len(opened.prompt)} tokens; the model's context here is {limits.context}"
         raise ProtocolError(Code.CONTEXT, text, sid)

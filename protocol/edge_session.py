@@ -5,8 +5,9 @@
     events = session.receive(message)             # Opened, Commit, Error
     messages = session.send(nodes)                # candidates worth their bytes, as draft messages
 
-Candidates live in `tree`; the planner adds them and picks from them. A node gets its number on the wire when it is sent, and
-its parent is always sent before it. The session never decides what to draft; it keeps both ends' books equal.
+Candidates live in `tree`; the planner adds them and picks from them. A node gets its number on the wire when it is
+sent, and its parent is always sent before it. The session never decides what to draft; it keeps both ends' books
+equal.
 """
 
 import math
@@ -14,11 +15,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.protocol.cloud_session import WEIGHT_UNIT
-from paceline.protocol.errors import Code, ProtocolError
+from paceline.protocol.errors import HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import (
     MAX_NODES_A_DRAFT,
     NODE_WINDOW,
+    WEIGHT_UNIT,
+    Ack,
     Cancel,
     Commit,
     Draft,
@@ -58,6 +60,8 @@ class EdgeSession:
         max_tokens: int,
         stop_ids: Iterable[int] = (),
         logprobs: int | None = None,
+        *,
+        vocabulary_size: int = 2**31,
     ) -> None:
         self.sid = -1  # none yet
         self.prompt = tuple(prompt)
@@ -65,6 +69,8 @@ class EdgeSession:
         self.max_tokens = max_tokens
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
+        self.patience = 0.0  # seconds, see `Open`
+        self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
         self.phase = Phase.OPENING
         self.finish = ""
@@ -74,6 +80,17 @@ class EdgeSession:
         self._resume = ""
         self._numbers: dict[int, int] = {}  # node -> its number on the wire
         self._next_number = 0
+
+    def restore(self, held: Iterable[int], resume: str = "") -> None:
+        """Before the first `open`: go on with a generation of which `held` is known, from another process of this device."""
+        assert self.sid < 0, "nothing was opened yet"
+        self._advance(tuple(held))
+        self._resume = resume
+
+    @property
+    def resume(self) -> str:
+        """The token by which the cloud knows this session; empty before `opened`."""
+        return self._resume
 
     @property
     def position(self) -> int:
@@ -101,69 +118,100 @@ class EdgeSession:
             held=tuple(self.committed),
             resume=self._resume,
             logprobs=self.logprobs,
+            patience=self.patience,
         )
 
     def send(self, nodes: Iterable[int]) -> list[Draft]:
-        """Draft messages for those of `nodes` that are live and not yet sent. Each one's parent is sent, or comes before it."""
+        """Draft messages for those of `nodes` that are live and not yet sent. Each one's parent is sent, or comes before it.
+
+        Left out are nodes whose parent's number lies too far back to be named: that takes thousands of nodes in between.
+        """
         assert self.phase is Phase.RUNNING
-        new = [n for n in nodes if n not in self._numbers and self.tree.state(n) is State.LIVE and n != self.tree.root]
+        new = []
+        for node in nodes:
+            if node in self._numbers or self.tree.state(node) is not State.LIVE or node == self.tree.root:
+                continue
+            if self._back(node, self._next_number) is not None:
+                new.append(node)
+                self._numbers[node] = self._next_number
+                self._next_number += 1
         return [self._draft(new[i : i + _NODES_A_MESSAGE]) for i in range(0, len(new), _NODES_A_MESSAGE)]
 
+    def ack(self) -> Ack:
+        """What the edge has; drafts say it too, so this is for an edge that has nothing to draft."""
+        return Ack(sid=self.sid, committed_len=len(self.committed))
+
     def cancel(self) -> Cancel:
-        self.finish, self.phase = "cancelled", Phase.DONE
+        self.finish, self.phase = self.finish or "cancelled", Phase.DONE
         return Cancel(sid=self.sid)
 
+    def _back(self, node: int, number: int) -> int | None:
+        """How many numbers before `number`, its own, the parent of `node` lies; 0: the committed text; None: out of reach."""
+        parent = self.tree.parent(node)
+        if parent == self.tree.root:
+            return 0
+        named = self._numbers.get(parent)
+        return number - named if named is not None and number - named <= NODE_WINDOW else None
+
     def _draft(self, nodes: list[int]) -> Draft:
-        first, parents, weights = self._next_number, [], bytearray()
-        for node in nodes:
-            parent = self.tree.parent(node)
-            number = self._next_number
-            back = 0 if parent == self.tree.root else number - self._numbers[parent]
-            assert 0 <= back <= NODE_WINDOW, "the tree is pruned long before its numbers run out"
-            parents.append(back)
-            weights.append(_weight_byte(self.tree.weight(node) - self.tree.weight(parent)))
-            self._numbers[node] = number
-            self._next_number += 1
-        tokens = tuple(map(self.tree.token, nodes))
+        numbers = [self._numbers[node] for node in nodes]
+        weigh = self.tree.weight
         return Draft(
             sid=self.sid,
             base_committed_len=len(self.committed),
-            first=first,
-            parents=tuple(parents),
-            tokens=tokens,
-            weights=bytes(weights),
+            first=numbers[0],
+            parents=tuple(self._back(node, number) or 0 for node, number in zip(nodes, numbers, strict=True)),
+            tokens=tuple(map(self.tree.token, nodes)),
+            weights=bytes(_weight_byte(weigh(node) - weigh(self.tree.parent(node))) for node in nodes),
         )
 
     # ---- messages in
 
     def receive(self, message: Message) -> list[Committed]:
-        """Take a message of this session in. Raises ProtocolError if the cloud contradicts itself or what is held here."""
+        """Take a message of this session in. Raises ProtocolError if the cloud contradicts itself or what is held here.
+
+        After that the session has failed, as it has after an error message that is not harmless: see `error`.
+        """
         if self.phase in (Phase.DONE, Phase.FAILED) or getattr(message, "sid", None) != self.sid:
             return []  # what was on its way when the session ended, or was opened anew
         match message:
             case Opened():
-                self._resume, self.phase = message.resume, Phase.RUNNING
+                self._receive_opened(message)
             case Commit():
                 return self._receive_commit(message)
-            case Error():
-                self.phase = Phase.FAILED
-                self.error = ProtocolError(message.code, message.message, self.sid, retry_after=message.retry_after)
+            case Error() if message.code not in HARMLESS | {Code.DUPLICATE_SESSION}:
+                self._fail(message.code, message.message, message.retry_after)
         return []
+
+    def _receive_opened(self, opened: Opened) -> None:
+        if opened.committed_len < len(self.committed):
+            text = f"the cloud begins at token {opened.committed_len}, but {len(self.committed)} are held here"
+            raise self._fail(Code.BAD_BASE, text)
+        self._resume, self.phase = opened.resume, Phase.RUNNING
 
     def _receive_commit(self, commit: Commit) -> list[Committed]:
         if self.phase is Phase.OPENING:
-            raise ProtocolError(Code.BAD_STATE, "tokens came before the session was opened", self.sid)
+            raise self._fail(Code.BAD_STATE, "tokens came before the session was opened")
         known = len(self.committed) - commit.base
         if known < 0:
-            text = f"tokens {len(self.committed)} to {commit.base} never came"
-            raise ProtocolError(Code.BAD_BASE, text, self.sid)
-        if tuple(self.committed[commit.base :])[: len(commit.tokens)] != commit.tokens[:known]:
-            raise ProtocolError(Code.DIVERGED, f"the cloud changed its mind about token {commit.base}", self.sid)
+            raise self._fail(Code.BAD_BASE, f"tokens {len(self.committed)} to {commit.base} never came")
+        if tuple(self.committed[commit.base : commit.base + len(commit.tokens)]) != commit.tokens[:known]:
+            raise self._fail(Code.DIVERGED, f"the cloud changed its mind about what follows token {commit.base}")
         tokens = commit.tokens[known:]
+        if len(self.committed) + len(tokens) > self.max_tokens:
+            raise self._fail(
+                Code.BAD_MESSAGE, f"the cloud wrote more than the {self.max_tokens} tokens it was asked for"
+            )
+        if tokens and max(tokens) >= self.vocabulary_size:
+            raise self._fail(Code.BAD_TOKEN, f"the cloud wrote token {max(tokens)}, which is not in the vocabulary")
         events = [Committed(tokens, self._advance(tokens), commit)] if tokens else []
         if commit.finish:
             self.finish, self.phase = commit.finish, Phase.DONE
         return events
+
+    def _fail(self, code: Code, text: str, retry_after: float | None = None) -> ProtocolError:
+        self.phase, self.error = Phase.FAILED, ProtocolError(code, text, self.sid, retry_after=retry_after)
+        return self.error
 
     def _advance(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
         self.committed.extend(tokens)

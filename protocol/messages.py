@@ -6,35 +6,38 @@ Positions: `committed_len`, `base` and the like count generated tokens, the prom
 from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
-from paceline.protocol.errors import Code
+from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.sampling import Sampling, TokenId
 
 VERSION = 1
 SUBPROTOCOL = "paceline.v1"
 
 MAX_OPEN_BYTES = 4 * 1024 * 1024  # `open` carries a whole prompt; the transport's limit for a frame
-MAX_MESSAGE_BYTES = 1024  # what either end sends after `open`, in normal running
+MAX_SMALL_BYTES = 16 * 1024  # every message that does not carry a whole text, a resumed one, or logprobs
+MAX_MESSAGE_BYTES = 1024  # what either end sends after `open` in normal running
 MAX_TOKENS = 1_000_000  # in a prompt, a text, or a limit
 MAX_NODES_A_DRAFT = 128  # nodes in one `draft` message
 MAX_COMMIT = 512  # tokens in one `commit` message
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+MAX_TEXT = 2048  # characters of a sentence for people
 NODE_WINDOW = 4096  # a parent lies at most this many node numbers back
+WEIGHT_UNIT = 1 / 16  # nats a step of the one-byte weights of a draft
 
 Sid = Annotated[int, Meta(ge=0, lt=2**32)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Number = Annotated[int, Meta(ge=0, lt=2**48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Name = Annotated[str, Meta(max_length=256)]
-Digest = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-Text = Annotated[str, Meta(max_length=2048)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Tokens = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
 
 
 class Message(Struct, frozen=True, omit_defaults=True, tag_field="type", tag=str.lower):
     """One MessagePack map; `type` names the class. Fields at their defaults do not travel; unknown ones are ignored."""
 
-    fits_any_frame: ClassVar[bool] = False
+    large: ClassVar[bool] = False  # may be as large as MAX_OPEN_BYTES
 
 
 # ---- from the edge to the cloud
@@ -61,8 +64,11 @@ class Open(Message, frozen=True):
     held: Tokens = ()
     resume: Annotated[str, Meta(max_length=64)] = ""  # the token `opened` gave, if any
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    patience: Seconds = (
+        0.0  # a step that would begin with no node waits so long for one, or for an ack of the whole text
+    )
 
-    fits_any_frame: ClassVar[bool] = True
+    large: ClassVar[bool] = True
 
 
 class Draft(Message, frozen=True):
@@ -116,7 +122,6 @@ class Opened(Message, frozen=True):
     committed_len: Count
     resume: Annotated[str, Meta(max_length=64)]
     max_tokens: Count  # what is left of the asked-for number after the context was taken into account
-    cached: Count = 0  # prompt tokens that did not have to be computed again
 
 
 class Commit(Message, frozen=True):
@@ -136,7 +141,7 @@ class Commit(Message, frozen=True):
         Meta(max_length=MAX_COMMIT),
     ] = ()
 
-    fits_any_frame: ClassVar[bool] = True  # with logprobs, or after a resume
+    large: ClassVar[bool] = True  # with logprobs, or after a resume
 
 
 class Error(Message, frozen=True):
@@ -146,7 +151,10 @@ class Error(Message, frozen=True):
     retryable: bool = False
     retry_after: Seconds | None = None
 
-    fits_any_frame: ClassVar[bool] = True
+    @classmethod
+    def of(cls, error: ProtocolError) -> "Error":
+        """The message that carries `error`, its text cut to what a message may hold."""
+        return cls(error.code, error.message[:MAX_TEXT], error.sid, error.retryable, error.retry_after)
 
 
 class Goaway(Message, frozen=True):
@@ -160,8 +168,5 @@ class Pong(Message, frozen=True):
 
 FromEdge = Hello | Open | Draft | Cancel | Ack | Ping
 FromCloud = Welcome | Opened | Commit | Error | Goaway | Pong
-TYPES: dict[str, type[Message]] = {
-    c.__name__.lower(): c for c in (Hello, Open, Draft, Cancel, Ack, Ping, Welcome, Opened, Commit, Error, Goaway, Pong)
-}
-FROM_EDGE = frozenset({"hello", "open", "draft", "cancel", "ack", "ping"})
-FROM_CLOUD = frozenset({"welcome", "opened", "commit", "error", "goaway", "pong"})
+FROM_EDGE: dict[str, type[Message]] = {c.__name__.lower(): c for c in (Hello, Open, Draft, Cancel, Ack, Ping)}
+FROM_CLOUD: dict[str, type[Message]] = {c.__name__.lower(): c for c in (Welcome, Opened, Commit, Error, Goaway, Pong)}

@@ -1,12 +1,13 @@
 """The speculation tree: an arena of parallel lists that grows at its leaves and is eaten at its root.
 
-The root stands for the last committed token. `add` appends a child, `advance` moves the root along tokens that were committed
-and drops what disagrees, `best` picks a connected subtree for verification. Ids are handed out once and never reused, parents
-always come before children. Knows nothing about messages, models or who is at which end.
+The root stands for the last committed token. `add` appends a child, `advance` moves the root along tokens that were
+committed and drops what disagrees, `best` picks a connected subtree for verification. Ids are handed out once and
+never reused, parents always come before children. Knows nothing about messages, models or who is at which end.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 
@@ -59,7 +60,11 @@ class Tree:
         return self._state[node - self._first] if node >= self._first else State.DEAD
 
     def child(self, node: int, token: int) -> int | None:
-        return next((c for c in self.children(node) if self.token(c) == token), None)
+        first, tokens = self._first, self._token
+        for c in self._children[node - first]:
+            if tokens[c - first] == token:
+                return c
+        return None
 
     def reach(self, node: int) -> float:
         """Log-probability that the target walks through `node`, given that it stands at the root."""
@@ -68,7 +73,9 @@ class Tree:
     def add(self, parent: int, token: int, log_probability: float = 0.0) -> int:
         """A new child of a live node; `log_probability` is that of taking it once its parent was taken."""
         assert self.state(parent) is State.LIVE, "children grow on live nodes only"
-        node = self._append(parent, token, self.position(parent) + 1, self.weight(parent) + log_probability)
+        assert log_probability > -math.inf, "a weight of -inf would make every sum below it meaningless"
+        weight = self.weight(parent) + min(log_probability, 0.0)
+        node = self._append(parent, token, self.position(parent) + 1, weight)
         self._children[parent - self._first].append(node)
         self._live += 1
         return node
@@ -85,10 +92,10 @@ class Tree:
             if child is None:
                 break
             walked.append(node := child)
-        old, kept = self.root, len(walked) == len(tokens)
-        if not kept:
+        if len(walked) < len(tokens):
             node = self._append(-1, tokens[-1], position, 0.0)
-        self._move_root(old, node, walked)
+            self._live += 1
+        self._move_root(node, walked)
         return walked
 
     def subtree(self, node: int) -> Iterator[int]:
@@ -99,7 +106,8 @@ class Tree:
             stack.extend(self.children(node))
 
     def path(self, node: int) -> list[int]:
-        """Nodes from just below the root down to `node`."""
+        """Nodes from just below the root down to `node`, which is live."""
+        assert self.state(node) is State.LIVE
         out = []
         while node != self.root:
             out.append(node)
@@ -109,29 +117,30 @@ class Tree:
     def best(self, limit: int, exclude_from: int | None = None) -> list[int]:
         """The connected subtree of at most `limit` nodes below the root with the largest summed probability.
 
-        Weights never rise along a path, so best-first search finds it. Nodes at text positions from `exclude_from` on are
-        left out. The order is depth first, likeliest child first: the likeliest chain comes first, in one piece.
+        Weights never rise along a path, so best-first search finds it. Nodes at text positions from `exclude_from` on
+        are left out. The order is depth first, likeliest child first: the likeliest chain comes first, in one piece.
         """
-        chosen: set[int] = set()
-        heap = [(-self.weight(c), c) for c in self.children(self.root)]
-        heapq.heapify(heap)
-        while heap and len(chosen) < limit:
-            _, node = heapq.heappop(heap)
-            if exclude_from is not None and self.position(node) >= exclude_from:
-                continue
-            chosen.add(node)
-            for c in self.children(node):
-                heapq.heappush(heap, (-self.weight(c), c))
-        return list(self._depth_first(chosen))
+        first, weights, positions = self._first, self._weight, self._position
+        chosen: list[int] = []
+        heap = [(0.0, self.root)]
+        while heap and len(chosen) <= limit:
+            node = heapq.heappop(heap)[1]
+            chosen.append(node)
+            if exclude_from is None or positions[node - first] + 1 < exclude_from:
+                for c in self._children[node - first]:
+                    heapq.heappush(heap, (-weights[c - first], c))
+        return self._depth_first(chosen)
 
-    def _depth_first(self, chosen: set[int]) -> Iterator[int]:
-        stack = [self.root]
+    def _depth_first(self, chosen: Sequence[int]) -> list[int]:
+        """`chosen`, likeliest first and beginning with the root, in the order that `best` promises; without the root."""
+        below: dict[int, list[int]] = {node: [] for node in chosen}
+        for node in chosen[:0:-1]:  # unlikely ones first: the stack turns them round
+            below[self._parent[node - self._first]].append(node)
+        out, stack = [], below[self.root]
         while stack:
-            node = stack.pop()
-            if node != self.root:
-                yield node
-            below = [c for c in self.children(node) if c in chosen]
-            stack.extend(sorted(below, key=lambda c: (self.weight(c), -c)))
+            out.append(node := stack.pop())
+            stack.extend(below[node])
+        return out
 
     def _append(self, parent: int, token: int, position: int, weight: float) -> int:
         self._parent.append(parent)
@@ -142,15 +151,22 @@ class Tree:
         self._children.append([])
         return self.next_id - 1
 
-    def _move_root(self, old: int, new: int, walked: Iterable[int]) -> None:
-        live = set(self.subtree(new))
-        for node in self.subtree(old):
-            if node not in live:
-                self._state[node - self._first] = State.DEAD
-        for node in (old, *walked):
+    def _move_root(self, new: int, walked: Sequence[int]) -> None:
+        """What the walk left aside dies; the way to the new root is committed. Costs what dies, not what lives."""
+        for node, follower in zip((self.root, *walked), (*walked, None), strict=True):
+            if node == new:
+                break
             self._state[node - self._first] = State.COMMITTED
-        self._state[new - self._first] = State.LIVE
-        self.root, self._live = new, len(live)
+            self._live -= 1
+            for c in self._children[node - self._first]:
+                if c != follower:
+                    self._kill(c)
+        self.root = new
+
+    def _kill(self, top: int) -> None:
+        for node in self.subtree(top):
+            self._state[node - self._first] = State.DEAD
+            self._live -= 1
 
     def forget(self, before_position: int) -> None:
         """Let go of the leading nodes that are not live and whose position lies before `before_position`."""

@@ -1,9 +1,9 @@
 """Is this the same vocabulary? A fingerprint of what the token ids mean.
 
-Only ids travel, so both ends must mean the same text by each id. The fingerprint covers the real tokens in the order of
-their ids; the padding rows that engines append to reach a round number are left out, so a model padded to 151,936 rows and
-one padded to 152,064 agree. Knows nothing about merges or normalisation: they decide how the device tokenises, not what an
-id means.
+Only ids travel, so both ends must mean the same text by each id. The fingerprint covers the real tokens in the order
+of their ids; the padding rows that engines append to reach a round number are left out, so a model padded to 151,936
+rows and one padded to 152,064 agree. Knows nothing about merges or normalisation: they decide how the device
+tokenises, not what an id means.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from paceline.cloud.engines.torch import TorchEngine
 from paceline.cloud.kv import page_bytes
 from paceline.cloud.model import Rows
 from paceline.cloud.torch_target import Options, bring_up
-from paceline.cloud.witness import measure_free_width, row_logits
+from paceline.cloud.witness import free_width, measure_step_cost, row_logits
 from paceline.kernels.layout import PAGE, Layout
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
@@ -311,5 +311,5 @@ def test_free_width_follows_the_cost_of_rows(make: Make) -> None:
         now += 0.5 * (1 + 0.03 * (engine.timing.rows - 1)) if engine.timing.rows else 0.0
         return now
 
-    assert measure_free_width(engine, clock) == 3
+    assert free_width(measure_step_cost(engine, clock)) == 3
     assert engine.cache.pages.in_use == 0

@@ -25,6 +25,8 @@ from paceline.protocol.errors import EngineError
 from paceline.protocol.vocabulary import Vocabulary
 from torch import Tensor
 
+MAX_NODES = 1024  # drafted nodes in one step, over all sessions
+CHUNK = 256  # prompt tokens in one step, over all sessions: a long prompt stalls the others by no more
 MAX_ROWS = 4096  # rows in one forward; a larger step runs as several
 
 Outcome = Walk | EngineError | None
@@ -77,6 +79,8 @@ class TorchEngine:
         self.vocabulary = decoder.vocabulary
         self.context = context
         self.free_width = 0
+        self.max_width, self.chunk = MAX_NODES, CHUNK
+        self.step_cost: Sequence[tuple[int, float]] = ((1, 1e-3),)
         self.decoder, self.cache = decoder, cache
         self.timing = Timing()
         self.run: Forward = self.eager

@@ -1,7 +1,7 @@
 """A target small enough to reason about: logits from a hash of the last tokens, in float64, exact whatever the batch.
 
-For tests of everything around an engine. It answers from the sequence it was given, never from the caller's books, so wrong
-bookkeeping shows as wrong text.
+For tests of everything around an engine. It answers from the sequence it was given, never from the caller's books, so
+wrong bookkeeping shows as wrong text.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,12 @@ class ToyEngine:
         self.name = "toy"
         self.vocabulary = Vocabulary.of("toy", toy_tokens(vocabulary_size))
         self.context = context
-        self.free_width = 64
+        self.max_width = self.free_width = 64
+        self.chunk = 256
+        self.step_cost = [(1, 1e-4)]
         self._seed, self._sharpness = seed, sharpness
         self._sequences: dict[int, list[int]] = {}
+        self._rows: dict[tuple[int, ...], Logits] = {}  # seen so far; at most vocabulary_size ** ORDER
         self._next = 0
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -41,9 +44,12 @@ class ToyEngine:
 
     def logits(self, sequence: Sequence[int]) -> Logits:
         """Logits [V] after `sequence`: a pure function of its last ORDER tokens."""
-        rng = np.random.default_rng([self._seed, *(t + 1 for t in sequence[-ORDER:])])
-        row: Logits = (rng.standard_normal(self.vocabulary.size) * self._sharpness).astype(np.float32)
-        return row
+        key = tuple(sequence[-ORDER:])
+        if key not in self._rows:
+            rng = np.random.default_rng([self._seed, *(t + 1 for t in key)])
+            self._rows[key] = (rng.standard_normal(self.vocabulary.size) * self._sharpness).astype(np.float32)
+            self._rows[key].flags.writeable = False
+        return self._rows[key]
 
     def _verify(self, work: Work) -> Walk | EngineError | None:
         sequence = self._sequences[work.handle]

@@ -1,0 +1,277 @@
+"""Which sessions and nodes go into the next step.
+
+One loop, one engine step at a time over every session that has something to do: a plain step for those without nodes,
+a tree for those with, a chunk of the prompt for those being prefilled. Sessions take turns at being first when rows
+are short. How many nodes a step takes along is the number that makes expected tokens per second largest, from the
+nodes' probabilities and the measured cost of a step. Sockets and messages are the server's business.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from paceline.cloud.backup import TopUp
+from paceline.cloud.engine import Engine, Work
+from paceline.protocol.cloud_session import CloudSession, Plan, Walk
+from paceline.protocol.cost import StepCost, best_count
+from paceline.protocol.errors import Code, EngineError, ProtocolError
+from paceline.protocol.messages import Commit
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
+ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
+
+
+class Runner(Protocol):
+    """Runs blocking work outside the event loop; one call at a time. In virtual time it takes its cost in virtual seconds."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+@dataclass(eq=False)
+class Seat:
+    """A session in the scheduler: where its commits go, and its engine handle once it has one."""
+
+    session: CloudSession
+    on_commit: Callable[[Commit], None]
+    on_error: Callable[[ProtocolError], None]
+    handle: int | None = None
+    gone: bool = False
+    since: float = 0.0  # when its last step ended
+    pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
+    trust: float = 1.0  # how often its nodes are taken, for how often it says they are
+    own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
+
+    def due(self, now: float) -> float:
+        """When its next step may begin; infinity: not before something arrives."""
+        s = self.session
+        if self.gone or s.finish or self.unheard:
+            return math.inf
+        begin = now + self.pause()
+        return max(begin, self.since + s.patience) if s.waiting else begin
+
+    @property
+    def unheard(self) -> bool:
+        """Has it run as far ahead as it may of what its edge has said to have?"""
+        return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
+
+
+@dataclass
+class Figures:
+    """Running totals for metrics."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    engine_seconds: float = 0.0
+    rows: int = 0
+    tokens: int = 0
+    session_steps: int = 0  # steps, once for each session that chose in them
+    hits: int = 0  # of those, with at least one node held
+    drafts: int = 0  # of those, with at least one node verified
+    verified: int = 0
+    accepted: int = 0
+    stale: int = 0
+
+    def count(self, commit: Commit) -> None:
+        self.tokens += len(commit.tokens)
+        self.session_steps += 1
+        self.hits += commit.held > 0
+        self.drafts += commit.verified > 0
+        self.verified += commit.verified
+        self.accepted += commit.accepted
+        self.stale += commit.stale
+
+
+class Scheduler:
+    def __init__(
+        self,
+        engine: Engine,
+        run: Runner,
+        clock: Callable[[], float],
+        *,
+        width: int | None = None,
+        floor: float = 0.0,
+        top_up: TopUp | None = None,
+    ) -> None:
+        """`floor`: seconds to which a step is paced. `top_up` drafts where an edge's tree holds too little."""
+        self.engine, self.floor = engine, floor
+        self.width = engine.max_width if width is None else min(width, engine.max_width)
+        self.figures = Figures()
+        self._run, self._clock, self._top_up = run, clock, top_up
+        self._cost = StepCost(engine.step_cost)
+        self._seats: list[Seat] = []
+        self._leaving: list[Seat] = []
+        self._wake = asyncio.Event()
+        self.idle = asyncio.Event()  # set while there are no sessions
+        self.idle.set()
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    def add(self, seat: Seat) -> None:
+        seat.since = self._clock()
+        self._seats.append(seat)
+        self.idle.clear()
+        self.wake()
+
+    def remove(self, seat: Seat) -> None:
+        """The session takes no more steps; its cache is let go of before the next step."""
+        seat.gone = True
+        if seat in self._seats:
+            self._seats.remove(seat)
+            self._leaving.append(seat)
+            self.wake()
+        if not self._seats:
+            self.idle.set()
+
+    def wake(self) -> None:
+        """Something arrived that may make a session ready."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Step for ever; ends by cancellation."""
+        while True:
+            self._wake.clear()
+            self._let_go()
+            now = self._clock()
+            due = {seat: seat.due(now) for seat in self._seats}
+            seats = [s for s in self._seats if due[s] <= now + SOON]
+            if not seats:
+                await self._sleep(min(due.values(), default=math.inf) - now)
+                continue
+            await self._step(seats)
+            if self._seats:
+                self._seats.append(self._seats.pop(0))
+
+    async def _sleep(self, seconds: float) -> None:
+        """Until something arrives, or for so long."""
+        with suppress(TimeoutError):  # not wait_for, which may swallow a cancellation before Python 3.12
+            async with asyncio.timeout(seconds if seconds < math.inf else None):
+                await self._wake.wait()
+
+    async def _step(self, seats: Sequence[Seat]) -> None:
+        seats = [s for s in seats if self._seated(s)]
+        if self._top_up is not None:
+            await self._grow(seats, self._top_up)
+            seats = [s for s in seats if not s.gone]
+        begin = self._clock()
+        batch = self._plan(seats)
+        if not batch:
+            return
+        results, spent = await self._run(lambda: self._verify([work for _, work in batch]))
+        elapsed = self._clock() - begin
+        if elapsed < self.floor:
+            await asyncio.sleep(self.floor - elapsed)
+        step = self._clock() - begin
+        rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
+        if all(work.choose for _, work in batch):
+            self._cost.learn(rows, spent)
+        for (seat, work), result in zip(batch, results, strict=True):
+            self._deliver(seat, work.plan, result, step)
+        f = self.figures
+        f.steps, f.rows = f.steps + 1, f.rows + rows
+        f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
+
+    def _verify(self, batch: Sequence[Work]) -> tuple[Sequence[Walk | EngineError | None], float]:
+        begin = self._clock()
+        try:
+            return self.engine.verify(batch), self._clock() - begin
+        except Exception as e:  # whatever an engine runs into ends these sessions, not the server
+            log.exception("the engine failed")
+            return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
+
+    async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
+        """Draft for the sessions that are about to choose."""
+        verify = max(self._cost(1), self.floor)
+        for seat in seats:
+            assert seat.handle is not None
+            session = seat.session
+            if len(session.sequence) - self.engine.length(seat.handle) > self.engine.chunk:
+                continue
+            stub = top_up.look(session, self.width)
+            drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids))  # noqa: B023 - awaited at once
+            seat.own = top_up.put(session, stub, drafted)
+
+    def _seated(self, seat: Seat) -> bool:
+        """Give the session a sequence of the engine if it has none. False if there is no room."""
+        if seat.handle is None:
+            try:
+                seat.handle = self.engine.open(seat.session.sequence)
+            except EngineError as e:
+                self._fail(seat, Code.OVERLOADED, str(e), retry_after=1.0)
+                return False
+        return True
+
+    def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
+        """Each session's work. Prompts share one chunk a step, so that a long one stalls nobody for long."""
+        room, batch, choosing = self.engine.chunk, [], []
+        for seat in seats:
+            assert seat.handle is not None
+            missing = tuple(seat.session.sequence[self.engine.length(seat.handle) :])
+            assert missing, "an engine leaves at least the last token to be run"
+            taken = missing if len(missing) == 1 else missing[:room]
+            if not taken:
+                continue
+            if len(taken) > 1:
+                room -= len(taken)
+            choose = len(taken) == len(missing)
+            if choose:
+                choosing.append(seat)
+            batch.append((seat, self._work(seat, taken, choose)))
+        plans = self._share_width(choosing, sum(len(w.tokens) for _, w in batch))
+        return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
+
+    def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
+        """The nodes that pay for their rows, the likeliest of all sessions first."""
+        offers = {seat: seat.session.plan(self.width) for seat in seats}
+        reach = [(seat.session.tree.reach(n), seat) for seat, plan in offers.items() for n in plan.nodes]
+        reach.sort(key=lambda r: -r[0])
+        gains = [r for r, _ in reach[: self.width]]
+        count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
+        taken = dict.fromkeys(offers, 0)
+        for _, seat in reach[:count]:
+            taken[seat] += 1
+        return {s: offers[s] if n == len(offers[s].nodes) else s.session.plan(n) for s, n in taken.items()}
+
+    def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
+        s = seat.session
+        assert seat.handle is not None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+
+    def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
+        if seat.gone or result is None:
+            return
+        if isinstance(result, EngineError):
+            self._fail(seat, Code.ENGINE, str(result))
+            return
+        if self._top_up is not None and seat.own:
+            own = set(seat.own)
+            self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
+            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+            seat.own = []
+        commit = seat.session.apply(plan, result, step)
+        seat.since = self._clock()
+        self.figures.count(commit)
+        if commit.finish:
+            self.remove(seat)
+        seat.on_commit(commit)
+
+    def _fail(self, seat: Seat, code: Code, text: str, retry_after: float | None = None) -> None:
+        self.remove(seat)
+        seat.on_error(ProtocolError(code, text, seat.session.sid, retry_after=retry_after))
+
+    def _let_go(self) -> None:
+        for seat in self._leaving:
+            if seat.handle is not None:
+                self.engine.close(seat.handle)
+                seat.handle = None
+        self._leaving.clear()
+
+
+def _with_plan(work: Work, plan: Plan) -> Work:
+    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)

@@ -1,0 +1,141 @@
+"""Which nodes to run next, which are worth their bytes, and when they have to leave.
+
+Usefulness of a node = P(the target walks through it) x P(it arrives before the cloud has passed it). The first is the
+product of the predictor's probabilities along the path. The second is worked out path by path: the edge knows what it
+has sent and when that arrives, the cloud's pace, and when it last committed, so it can play the cloud's steps forward
+on the assumption that the target follows just this path (no other case matters for the node). A node that would come
+late may still lead to ones that do not; every further row on the way there costs `DETOUR` nats. Knows the tree, not the
+network or the draft.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.protocol.tree import Tree
+
+DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
+LEAST = math.log(8e-3)  # nodes less useful than this are not run
+SENT = math.log(0.012)  # nodes less useful than this are not sent
+PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
+PATIENT = 1.4  # by how much waiting must be better than stepping
+MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
+
+
+@dataclass
+class Horizon:
+    """What is known of the cloud's clock, in the edge's: when its step at hand began and how long steps take.
+
+    `arrives` says for every node that was sent when it reaches the cloud.
+    """
+
+    begun: float = 0.0
+    step: float = 0.0
+    patience: float = 0.0  # for which it waits where it holds nothing
+    arrives: dict[int, float] = field(default_factory=dict)
+
+    def observe(self, made: float, seconds: float) -> None:
+        """The cloud made a commit at time `made`, after a step of so many seconds, and began the next step."""
+        self.begun = made
+        if seconds > 0:
+            self.step = 0.8 * self.step + 0.2 * seconds if 0 < self.step < 2 * seconds else seconds
+
+    def sent(self, nodes: Iterable[int], arrival: float) -> None:
+        for node in nodes:
+            self.arrives[node] = arrival
+
+    def keep(self, tree: Tree) -> None:
+        """Forget nodes that are gone."""
+        root = tree.root
+        self.arrives = {n: t for n, t in self.arrives.items() if n > root and tree.state(n) == 0}
+
+    def starts_between(self, early: float, late: float) -> bool:
+        """Does a step of the cloud begin within (early, late]?"""
+        if self.step <= 0 or late - early >= self.step:
+            return True
+        return math.floor((late - self.begun) / self.step) > math.floor((early - self.begun) / self.step)
+
+    def passed(self, tree: Tree, node: int, at: float) -> int:
+        """Tokens below the root committed when the first step begins at or after time `at`, if the target walks to `node`.
+
+        `node` was sent, or is the root.
+        """
+        times: list[float] = []
+        while node != tree.root:
+            times.append(self.arrives[node])
+            node = tree.parent(node)
+        times.reverse()
+        now, depth, n = self.begun + (0.0 if self.arrives else self.patience), 0, len(times)
+        while now < at:
+            while depth < n and times[depth] <= now:
+                depth += 1
+            depth += 1
+            now += self.step
+            if depth > n:  # nothing is held there: one token a step
+                return depth + max(0, math.ceil((at - now) / self.step))
+        return depth
+
+
+def patience(round_trip: float, row: float, acceptance: float, rate: float) -> float:
+    """Seconds for which the cloud had better wait for nodes where it holds none; 0: a step without them is better.
+
+    After a round trip and k rows of `row` seconds it has k nodes, a + a^2 + ... + a^k tokens more with a the `acceptance`.
+    That must beat `rate`, the tokens a second made otherwise; and the last node must be worth its row.
+    """
+    nodes = 1
+    while nodes < PATIENT_NODES and acceptance ** (nodes + 1) > rate * row:
+        nodes += 1
+    wait = round_trip + nodes * row + MARGIN
+    gain = sum(acceptance**k for k in range(1, nodes + 1))
+    return wait if gain > PATIENT * rate * wait else 0.0
+
+
+def late(horizon: Horizon, tree: Tree, node: int, at: float, cache: dict[int, int]) -> int:
+    """By how many tokens a child of `node` that arrives at time `at` comes too late; 0 or less: it is in time."""
+    if horizon.step <= 0:
+        return 0
+    depth, held = tree.position(node) - tree.position(tree.root), node
+    while held != tree.root and held not in horizon.arrives:
+        held = tree.parent(held)
+    if held not in cache:
+        cache[held] = horizon.passed(tree, held, at)
+    return cache[held] - depth
+
+
+def usefulness(reach: float, late: int, catching_up: float) -> float:
+    """Log-usefulness of a node that comes `late` tokens late where the edge gains `catching_up` tokens a row on the cloud."""
+    if late <= 0:
+        return reach
+    return reach - DETOUR * late / catching_up if catching_up > 0 else -math.inf
+
+
+def to_run(
+    tree: Tree, horizon: Horizon, frontier: Iterable[int], at: float, step: float, count: int
+) -> list[tuple[float, int]]:
+    """(log-usefulness, node) of the `count` nodes whose children are most useful, best first; the useless are left out.
+
+    The children reach the cloud at time `at`; a draft step takes `step` seconds.
+    """
+    gain = 1.0 - step / horizon.step if horizon.step > 0 else 1.0
+    cache: dict[int, int] = {}
+    best: list[tuple[float, int]] = []  # a heap, the worst first
+    for reach, node in sorted(((tree.reach(n), n) for n in frontier), reverse=True):
+        least = best[0][0] if len(best) == count else LEAST
+        if reach <= least:
+            break
+        useful = usefulness(reach, late(horizon, tree, node, at, cache), gain)
+        if useful > least:
+            heapq.heappushpop(best, (useful, node)) if len(best) == count else heapq.heappush(best, (useful, node))
+    return sorted(best, reverse=True)
+
+
+def to_send(tree: Tree, horizon: Horizon, nodes: Sequence[int], at: float, least: float = SENT) -> list[int]:
+    """Those of `nodes` that are worth their bytes if they arrive at time `at`, likeliest first: parents before children."""
+    cache: dict[int, int] = {}
+    useful = []
+    for n in nodes:
+        reach = tree.reach(n)
+        if reach > least and usefulness(reach, late(horizon, tree, tree.parent(n), at, cache), 1.0) > least:
+            useful.append((-reach, n))
+    return [n for _, n in sorted(useful)]

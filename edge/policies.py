@@ -1,0 +1,56 @@
+"""Policies are values: what differs between the ways of splitting a generation, so that one agent runs them all."""
+
+from dataclasses import dataclass, replace
+
+from paceline.edge.rounds import Rounds
+from paceline.protocol.errors import PacelineError
+
+
+@dataclass(frozen=True)
+class Policy:
+    """`drafts`: whether the device drafts at all. `width`: rows of a draft step; None: as many as pay, by measurement.
+
+    `rounds`: tokens of a round, 0 as many as pay; None: no rounds. `outcomes`: how many outcomes of a round are prepared
+    while it is on its way. `candidates`: of a row that become nodes, at most. `waits`: whether the cloud may wait for
+    nodes instead of stepping without. `backup`: what the verifier drafts by itself where it holds too little (none, repeats,
+    model), and `backup_length` tokens of it for a step, 0 as many as pay.
+    """
+
+    name: str
+    drafts: bool
+    width: int | None = None
+    rounds: int | None = None
+    outcomes: int = 0
+    candidates: int = 8
+    waits: bool = True
+    backup: str = "none"
+    backup_length: int = 0
+
+    def new_rounds(self) -> Rounds | None:
+        return None if self.rounds is None else Rounds(self.rounds, self.outcomes)
+
+
+POLICIES = {
+    "ar": Policy("ar", drafts=False),  # the cloud decodes alone and streams: the baseline
+    "colo": Policy("colo", drafts=False, backup="model"),  # a draft beside the target: no link in the way, no overlap
+    "sync": Policy("sync", drafts=True, rounds=0),  # draft here, send, wait for the verdict
+    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8),  # the same, with the verdict's outcomes drafted meanwhile
+    "stream": Policy("stream", drafts=True),  # the tree is sent before it is needed, and eaten where it lies
+}
+
+
+def policy(name: str) -> Policy:
+    """A policy by name, with what is to differ after a colon: stream:width=4. Raises PacelineError."""
+    kind, _, rest = name.partition(":")
+    if kind not in POLICIES:
+        raise PacelineError(f"policy {kind!r} is not known; there are {', '.join(POLICIES)}")
+    chosen = POLICIES[kind]
+    for part in filter(None, rest.split(":")):
+        key, _, value = part.partition("=")
+        try:
+            chosen = replace(chosen, **{key: value if key == "backup" else int(value)})  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
+    if chosen.backup == "model":
+        chosen = replace(chosen, waits=False)  # what the cloud would wait for it drafts itself
+    return replace(chosen, name=name)

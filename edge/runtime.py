@@ -1,0 +1,92 @@
+"""The agent in real time: clock, thread, websocket, draft file and learned table put together."""
+
+import asyncio
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.edge.agent import Agent
+from paceline.edge.delay import DelayedChannel
+from paceline.edge.draft import Draft, Extended
+from paceline.edge.policies import Policy
+from paceline.edge.predictor import Predictor
+from paceline.edge.text import Text
+from paceline.edge.websocket import Address, SocketChannel
+from paceline.protocol.channel import Channel
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an agent on this machine needs.
+
+    The next of `addresses` is tried whenever one cannot be reached. `round_trip` seconds are added to the link, for trying
+    things out.
+    """
+
+    addresses: tuple[Address, ...]
+    vocabulary: Path
+    draft: Path | None
+    cache: Path
+    threads: int | None = None
+    round_trip: float = 0.0
+    attempts: int | None = 8
+    predictor: bool = True
+
+
+@asynccontextmanager
+async def running_agent(settings: Settings, text: Text, policy: Policy) -> AsyncIterator[Agent]:
+    """An agent with its link coming up; the predictor's table is kept for the next run."""
+    draft = _draft(settings, text) if policy.drafts and settings.draft is not None else None
+    predictor = Predictor(enabled=settings.predictor)
+    table = settings.cache / "predictor" / f"{_pair(settings, text)}.json"
+    predictor.load(table)
+    turns = itertools.cycle(settings.addresses)
+    pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
+
+    def run(work: Callable[[], Extended]) -> Awaitable[Extended]:
+        return asyncio.get_running_loop().run_in_executor(pool, work)
+
+    agent = Agent(
+        lambda: _connect(next(turns), settings.round_trip),
+        text.vocabulary,
+        policy,
+        draft,
+        predictor,
+        run,
+        clock=time.perf_counter,
+        random=random.Random(),
+        attempts=settings.attempts,
+    )
+    try:
+        async with agent:
+            yield agent
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if draft is not None and predictor.enabled:
+            with suppress(OSError):  # a table that cannot be written is only learned again
+                predictor.save(table)
+
+
+async def _connect(address: Address, round_trip: float) -> Channel:
+    channel = await SocketChannel.connect(address)
+    return DelayedChannel(channel, round_trip) if round_trip else channel
+
+
+def _draft(settings: Settings, text: Text) -> Draft:
+    from paceline.edge.drafts.llamacpp import LlamaDraft
+
+    assert settings.draft is not None
+    return LlamaDraft(settings.draft, text.vocabulary, threads=settings.threads)
+
+
+def _pair(settings: Settings, text: Text) -> str:
+    """A name for (draft, target vocabulary) on this machine: a table is only good for the pair it was learned on."""
+    size = settings.draft.stat().st_size if settings.draft else 0
+    known = f"{settings.draft.name if settings.draft else ''}:{size}:{text.vocabulary.fingerprint}"
+    return hashlib.sha256(known.encode()).hexdigest()[:16]

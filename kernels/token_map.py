@@ -1,0 +1,76 @@
+"""Rows of a draft with a trimmed vocabulary, and the target's token ids.
+
+A draft that was made for a target says so in its GGUF metadata:
+
+    paceline.target_fingerprint   string     the vocabulary it was made for (`paceline.protocol.vocabulary`)
+    paceline.token_map            int array  target id of each output row; absent: row i is id i paceline.input_map
+    int array  row that stands for each target id at the input; absent: its own row, or row 0
+
+A draft that says nothing is taken as it is if its own vocabulary is the target's.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from paceline.kernels.llama import Model
+from paceline.protocol.errors import EngineError
+from paceline.protocol.vocabulary import Vocabulary
+
+FINGERPRINT, OUTPUT, INPUT = "paceline.target_fingerprint", "paceline.token_map", "paceline.input_map"
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """`output` [rows] or None (identity), `input` [target ids] or None (identity)."""
+
+    size: int
+    output: npt.NDArray[np.intp] | None
+    input: npt.NDArray[np.intp] | None
+
+    @classmethod
+    def of(cls, model: Model, target: Vocabulary) -> "TokenMap":
+        """The map of a draft for this target. Raises EngineError, naming both, if the draft was not made for it."""
+        made_for = model.metadata(FINGERPRINT)
+        own = made_for or Vocabulary.of(model.name, model.tokens()).fingerprint
+        if own != target.fingerprint:
+            text = (
+                f"the draft {model.name!r} ({model.path.name}) has another vocabulary than the target {target.name!r}"
+            )
+            raise EngineError(f"{text}: use a draft made for this target")
+        output, rows = _arrays(model.path) if made_for else (None, None)
+        if output is None:
+            return cls(target.size, None, None)
+        if (
+            len(output) != model.rows
+            or output.min() < 0
+            or output.max() >= target.size
+            or len(set(output)) != len(output)
+        ):
+            raise EngineError(f"{model.path}: its token map does not fit its {model.rows} rows; the file is damaged")
+        if rows is None:
+            rows = np.zeros(target.size, np.intp)
+            rows[output] = np.arange(len(output))
+        if len(rows) < target.size or rows.min() < 0 or rows.max() >= model.rows:
+            raise EngineError(f"{model.path}: its input map does not fit the target's vocabulary; the file is damaged")
+        return cls(target.size, output, rows)
+
+    def row(self, token: int) -> int:
+        return token if self.input is None else int(self.input[token])
+
+    def to_target(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Logits [rows] of the draft as logits [target ids]; ids it has no row for get -inf."""
+        if self.output is None:
+            return logits[: self.size]
+        out = np.full(self.size, -np.inf, np.float32)
+        out[self.output] = logits
+        return out
+
+
+def _arrays(path: Path) -> tuple[npt.NDArray[np.intp] | None, npt.NDArray[np.intp] | None]:
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields
+    found = (fields.get(OUTPUT), fields.get(INPUT))
+    return tuple(None if f is None else np.array(f.contents(), np.intp) for f in found)  # type: ignore[return-value]

@@ -1,0 +1,60 @@
+"""What a batch of rows costs, and how many rows are worth taking along: the same question at both ends.
+
+A model's step over n rows takes about a + b (n - 1) seconds. The line starts from a measurement and follows what
+steps really take. The best number of optional rows makes (expected gain) / (seconds) largest. At the cloud the gain
+is tokens: one for each session, plus the probability of each drafted node taken along, and a paced step takes at
+least `floor`. At the edge it is the usefulness of the nodes run. Where rows are nearly free that is the free width of
+the hardware; on a CPU it is what pays.
+"""
+
+import math
+from collections.abc import Sequence
+
+DECAY = 0.98
+MIN_SECONDS = 1e-6
+
+
+class StepCost:
+    """a + b (n - 1), by least squares over decayed measurements."""
+
+    def __init__(self, table: Sequence[tuple[int, float]]) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        for rows, seconds in table:
+            self._add(rows - 1, seconds)
+
+    def learn(self, rows: int, seconds: float) -> None:
+        for name in ("_n", "_x", "_y", "_xx", "_xy"):
+            setattr(self, name, getattr(self, name) * DECAY)
+        self._add(rows - 1, seconds)
+
+    def __call__(self, rows: int) -> float:
+        """Seconds of a step over `rows` rows."""
+        if not self._n:
+            return MIN_SECONDS
+        mean_x, mean_y = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean_x**2
+        b = max(0.0, (self._xy / self._n - mean_x * mean_y) / spread) if spread > 1e-9 else 0.0
+        a = max(mean_y - b * mean_x, MIN_SECONDS)
+        return a + b * (rows - 1)
+
+    def _add(self, x: float, y: float) -> None:
+        self._n += 1
+        self._x += x
+        self._y += y
+        self._xx += x * x
+        self._xy += x * y
+
+
+def best_count(
+    gains: Sequence[float], cost: StepCost, *, base_gain: float = 0.0, base_rows: int = 0, floor: float = 0.0
+) -> int:
+    """How many of the optional rows to take, given their log-gains, best first, beside `base_rows` rows worth `base_gain`."""
+    best, rate, total = 0, 0.0, base_gain
+    if base_rows:
+        rate = base_gain / max(cost(base_rows), floor, MIN_SECONDS)
+    for n, gain in enumerate(gains, 1):
+        total += math.exp(gain)
+        now = total / max(cost(base_rows + n), floor, MIN_SECONDS)
+        if now > rate:
+            best, rate = n, now
+    return best

@@ -1,0 +1,86 @@
+"""`paceline cloud`: a verifier."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from paceline.scripts import options
+
+
+def cloud(
+    model: Annotated[str, typer.Option(help="The target: alias, GGUF file or hf:org/name:file.gguf.")] = "smollm2",
+    engine: options.Engine = "llamacpp",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
+    context: Annotated[int, typer.Option(min=16, help="Tokens a session may hold, prompt and text.")] = 2048,
+    slots: Annotated[int, typer.Option(min=1, help="Sessions in the engine at once.")] = 8,
+    threads: options.Threads = None,
+    gpu_layers: Annotated[int, typer.Option(help="Layers that llama.cpp puts on a GPU.")] = 0,
+    device: options.Device = "auto",
+    exact: options.Exact = False,
+    quant: options.Quant = None,
+    width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
+    verify_floor: options.VerifyFloor = 0.0,
+    session_ttl: Annotated[float, typer.Option(min=0, help="Seconds that a session outlives its connection.")] = 60.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that running sessions get to end after SIGTERM; a second one ends at once."),
+    ] = 30.0,
+    keys: Annotated[Path | None, typer.Option(help="File of bearer keys, a name and a key on each line.")] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Certificate chain: serve wss:// instead of ws://.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, if it is not in the same file.")] = None,
+    tls_clients: Annotated[
+        Path | None, typer.Option(help="Authority that must have signed an edge's certificate.")
+    ] = None,
+    keep_order: Annotated[bool, typer.Option(hidden=True)] = True,
+    stop_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Serve a target to edges: verify what they draft, commit what the target chooses."""
+    import asyncio
+
+    from paceline.cloud.serve import Settings, load_engine, serve
+    from paceline.scripts.local import READY
+    from paceline.scripts.models import cache_folder, resolve
+    from paceline.scripts.pairs import vocabulary_of
+    from paceline.scripts.progress import progress_bar
+
+    settings = Settings(
+        engine=engine,
+        host=host,
+        port=port,
+        context=context,
+        slots=slots,
+        threads=threads,
+        gpu_layers=gpu_layers,
+        width=width,
+        verify_floor=verify_floor,
+        session_ttl=session_ttl,
+        keep_order=keep_order,
+        device=device,
+        exact=exact,
+        quant=quant,
+        drain_timeout=drain_timeout,
+        keys=keys,
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        tls_clients=tls_clients,
+    )
+    if engine == "toy":
+        path = None
+    else:
+        with progress_bar(model) as report:
+            path = resolve(model, cache_folder(), report)
+    loaded = load_engine(settings, path)
+    if not getattr(loaded, "exact", True):
+        warning = (
+            "rows of this model depend on the batch they run in: at near ties the text may differ from plain decoding"
+        )
+        typer.echo(f"paceline: {warning}", err=True)
+    vocabulary = vocabulary_of(path) if path is not None else None
+
+    def ready(address: str) -> None:
+        print(f"{READY}{address}", flush=True)
+
+    asyncio.run(serve(settings, loaded, vocabulary, ready, stop_with_stdin=stop_with_stdin))

@@ -1,0 +1,1 @@
+"""The round-trip lab: virtual time, recorded targets, benchmarks of the policies."""

@@ -1,0 +1,7 @@
+"""`paceline bench`: the lab's commands."""
+
+import typer
+from paceline.scripts.lab.command_rtt import rtt
+
+app = typer.Typer(no_args_is_help=True, help="Measure policies, links and engines.")
+app.command("rtt")(rtt)

@@ -1,0 +1,46 @@
+"""What a draft step costs on the devices the lab speaks for: seconds for one row, and for each further row of a batch."""
+
+from dataclasses import dataclass
+
+from paceline.protocol.errors import PacelineError
+
+
+@dataclass(frozen=True)
+class EdgeCost:
+    """A step over n rows takes first + more (n - 1) seconds."""
+
+    name: str
+    first: float
+    more: float
+
+    def __call__(self, rows: int) -> float:
+        return self.first + self.more * (rows - 1)
+
+    @property
+    def table(self) -> list[tuple[int, float]]:
+        """(rows, seconds) as a draft would have measured them at start."""
+        return [(n, self(n)) for n in (1, 2, 4, 8)]
+
+
+EDGES = {
+    cost.name: cost
+    for cost in (
+        EdgeCost("laptop", 0.008, 0.003),
+        EdgeCost("small-gpu", 0.005, 0.0005),
+        EdgeCost("fast", 0.001, 0.00005),
+        EdgeCost("pi", 0.060, 0.025),
+    )
+}
+
+
+def edge_named(name: str) -> EdgeCost:
+    """A preset, or `first,more` in milliseconds. Raises PacelineError."""
+    if name in EDGES:
+        return EDGES[name]
+    try:
+        first, more = (float(part) / 1e3 for part in name.split(","))
+        if first > 0 and more >= 0:
+            return EdgeCost(name, first, more)
+    except ValueError:
+        pass
+    raise PacelineError(f"edge {name!r} is not known; use {', '.join(EDGES)}, native, or two milliseconds as in 5,0.5")

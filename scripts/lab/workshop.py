@@ -1,0 +1,85 @@
+"""The pair made ready for the lab: files, vocabulary, recorded cases, one memo a case, a predictor that has learned on others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.cloud.engine import Engine
+from paceline.edge.draft import Candidates
+from paceline.edge.predictor import Predictor
+from paceline.edge.text import Text
+from paceline.protocol.sampling import Sampling
+from paceline.protocol.vocabulary import Vocabulary
+from paceline.scripts.lab.cases import Case, Prompt, Recordings
+from paceline.scripts.lab.experiment import Bench
+from paceline.scripts.lab.forest import Forest
+from paceline.scripts.lab.memo import Memo, begin, digest_of
+from paceline.scripts.models import Pair
+
+CONTEXT = 4096
+
+
+@dataclass
+class Workshop:
+    """`cache` is the lab's own folder. Nothing is loaded before it is needed."""
+
+    pair: Pair
+    text: Text
+    cache: Path
+    threads: int | None = None
+    _forests: list[Forest] = field(default_factory=list)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return self.text.vocabulary
+
+    def cases(
+        self, prompts: Sequence[Prompt], sampling: Sampling, max_tokens: int, done: Callable[[], None] = lambda: None
+    ) -> list[Case]:
+        """The target's own text for every prompt; recorded where it is not in the cache."""
+        recordings = Recordings(self.cache / "recordings", self.pair.target, self._target)
+        cases = []
+        for p in prompts:
+            tokens = tuple(self.text.prompt([{"role": "user", "content": p.text}]))
+            text = recordings.text(tokens, sampling, max_tokens, self.text.end_tokens)
+            cases.append(Case(p.name, p.category, tokens, sampling, text))
+            done()
+        return cases
+
+    def memo(self, case: Case) -> Memo:
+        stat = self.pair.draft.stat()
+        folder = self.cache / "memo" / f"{self.pair.draft.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}"
+        return Memo(folder / f"{begin(case).hex()}.npz", case, self._forest)
+
+    def taught(self, cases: Sequence[Case]) -> Predictor:
+        """A predictor that has seen what the target did on the whole text of `cases`."""
+        predictor = Predictor()
+        for case in cases:
+            memo = self.memo(case)
+            for found, token in outcomes(memo, case):
+                predictor.learn(found, token, seeded=not case.sampling.greedy)
+            memo.save()
+        return predictor
+
+    def bench(self, case: Case, predictor: Predictor) -> Bench:
+        return Bench(self.vocabulary, self.memo(case), predictor)
+
+    def close(self) -> None:
+        for forest in self._forests:
+            forest.close()
+
+    def _forest(self) -> Forest:
+        if not self._forests:
+            self._forests.append(Forest(self.pair.draft, self.vocabulary, threads=self.threads))
+        return self._forests[0]
+
+    def _target(self) -> Engine:
+        from paceline.cloud.engines.llamacpp import LlamaEngine
+
+        return LlamaEngine(self.pair.target, context=CONTEXT, slots=1, threads=self.threads)
+
+
+def outcomes(memo: Memo, case: Case) -> list[tuple[Candidates, int]]:
+    """(candidates, the target's token) along the text of a case."""
+    paths = [(digest_of(case, case.text[:i]), case.text[:i]) for i in range(len(case.text))]
+    return list(zip(memo.of(paths), case.text, strict=True))

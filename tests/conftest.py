@@ -1,0 +1,30 @@
+"""What several test modules share: the real models, and the switch for tests that take minutes."""
+
+from pathlib import Path
+
+import pytest
+from paceline.scripts.models import cache_folder, fetch, resolve_pair
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="takes minutes; run with --slow"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF of SmolLM2-135M-Instruct in this user's cache; really fetched when it is not there."""
+    return fetch("smollm2", cache_folder(), verify=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_draft_path(smollm2_path: Path) -> Path:
+    """The default draft of SmolLM2, requantised from it into this user's cache."""
+    return resolve_pair("smollm2", cache_folder()).draft
