@@ -41,7 +41,8 @@ class Seat:
     on_error: Callable[[ProtocolError], None]
     handle: int | None = None
     gone: bool = False
-    since: float = 0.0  # when its last step ended
+    missed: float = 0.0  # when its tree was left empty, and how long the text was then
+    missed_len: int = 0
     own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
 
     def due(self, now: float) -> float:
@@ -49,7 +50,12 @@ class Seat:
         s = self.session
         if self.gone or s.finish or len(s.committed) - s.acknowledged >= ACK_WINDOW:
             return math.inf
-        return self.since + s.patience if s.waiting else now
+        return s.patience.start(now, self.missed, len(s.committed) - self.missed_len) if s.waiting else now
+
+    def stepped(self, now: float, walked_on: bool) -> None:
+        """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        if not walked_on:
+            self.missed, self.missed_len = now, len(self.session.committed)
 
 
 @dataclass
@@ -88,7 +94,7 @@ class Scheduler:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
-        seat.since = self._clock()
+        seat.stepped(self._clock(), False)
         self._seats.append(seat)
         self.wake()
 
@@ -225,7 +231,7 @@ class Scheduler:
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
             seat.own = []
         commit = seat.session.apply(plan, result, step)
-        seat.since = self._clock()
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.tokens += len(commit.tokens)
         if commit.finish:
             self.remove(seat)

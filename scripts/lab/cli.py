@@ -2,6 +2,8 @@
 
 import typer
 from paceline.scripts.lab.command_rtt import rtt
+from paceline.scripts.lab.command_trace import trace
 
 app = typer.Typer(no_args_is_help=True, help="Measure policies, links and engines.")
 app.command("rtt")(rtt)
+app.command("trace")(trace)
