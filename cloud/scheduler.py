@@ -44,6 +44,7 @@ class Seat:
     on_error: Callable[[ProtocolError], None]
     handle: int | None = None
     gone: bool = False
+    since: float = 0.0  # when its last step ended
     missed: float = 0.0  # when its tree was left empty, and how long the text was then
     missed_len: int = 0
     constraint: Constraint | None = None  # what the text is kept to
@@ -68,6 +69,7 @@ class Seat:
 
     def stepped(self, now: float, walked_on: bool) -> None:
         """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        self.since = now
         if not walked_on:
             self.missed, self.missed_len = now, len(self.session.committed)
 
