@@ -46,6 +46,7 @@ class Connection:
     def __init__(self, channel: Channel, house: House, owner: Owner | None = None) -> None:
         self._channel, self._house = channel, house
         self._owner = owner or house.owner()
+        self.id = secrets.token_hex(4)  # for logs
         self._seats: dict[int, Seat] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(OUTBOX)
         self._greeted = False

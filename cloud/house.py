@@ -20,6 +20,8 @@ audit = logging.getLogger("paceline.audit")
 class Guest(Protocol):
     """A connection, as far as the house knows it."""
 
+    id: str
+
     def send(self, message: Message) -> None: ...
 
     def give_up(self, seat: Seat) -> None:
@@ -94,9 +96,9 @@ class House:
     def unseat(self, seat: Seat, owner: Owner, *, keep: bool) -> None:
         """The session leaves its connection: to be resumed, or for good."""
         session = seat.session
-        self.seated.pop(session.resume_token, None)
+        entry = self.seated.pop(session.resume_token, None)
         self.admission.leave(seat, owner)
-        note(session, owner, "detached" if keep else session.finish or "ended")
+        note(session, owner, "detached" if keep else session.finish or "ended", entry[0].id if entry else "")
         if keep:
             self._leave(session, owner)
 
@@ -123,11 +125,12 @@ class House:
             del self.waiting[token]
 
 
-def note(session: CloudSession, owner: Owner, end: str) -> None:
+def note(session: CloudSession, owner: Owner, end: str, connection: str) -> None:
     """One line for the audit when a session ends or loses its edge. Whose, how much and how well: never what."""
     c = session.counters
     figures = {
         "key": owner.name,
+        "connection": connection,
         "sid": session.sid,
         "session": session.resume_token[:6],
         "prompt_tokens": len(session.prompt),

@@ -45,6 +45,8 @@ class Seat:
     handle: int | None = None
     gone: bool = False
     since: float = 0.0  # when its last step ended
+    missed: float = 0.0  # when its tree was left empty, and how long the text was then
+    missed_len: int = 0
     constraint: Constraint | None = None  # what the text is kept to
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
     trust: float = 1.0  # how often its nodes are taken, for how often it says they are
@@ -56,12 +58,20 @@ class Seat:
         if self.gone or s.finish or self.unheard:
             return math.inf
         begin = now + self.pause()
-        return max(begin, self.since + s.patience) if s.waiting else begin
+        if not s.waiting:
+            return begin
+        return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
 
     @property
     def unheard(self) -> bool:
         """Has it run as far ahead as it may of what its edge has said to have?"""
         return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
+
+    def stepped(self, now: float, walked_on: bool) -> None:
+        """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        self.since = now
+        if not walked_on:
+            self.missed, self.missed_len = now, len(self.session.committed)
 
 
 @dataclass
@@ -117,7 +127,7 @@ class Scheduler:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
-        seat.since = self._clock()
+        seat.stepped(self._clock(), False)
         self._seats.append(seat)
         self.idle.clear()
         self.wake()
@@ -259,7 +269,7 @@ class Scheduler:
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
             seat.own = []
         commit = seat.session.apply(plan, result, step)
-        seat.since = self._clock()
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)

@@ -162,6 +162,7 @@ class Agent:
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
         if self.link.state is State.UP:
             self._open(generation)
+            self._wake.set()  # there is time to draft while it opens
         else:
             self._waiting.append(generation)
 
@@ -247,7 +248,7 @@ class Agent:
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
             generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
-        generation.prepare(self.policy.waits and self._draft is not None)
+        generation.prepare(self.policy.waits and self._draft is not None, self._clock())
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from paceline.protocol.cost import Patience
 from paceline.protocol.errors import HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import (
     MAX_NODES_A_DRAFT,
@@ -71,7 +72,7 @@ class EdgeSession:
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
         self.grammar = grammar
-        self.patience = 0.0  # seconds, see `Open`
+        self.patience = Patience()  # see `Open`
         self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
         self.phase = Phase.OPENING
@@ -121,7 +122,9 @@ class EdgeSession:
             resume=self._resume,
             logprobs=self.logprobs,
             grammar=self.grammar,
-            patience=self.patience,
+            patience=self.patience.longest,
+            response=self.patience.response,
+            row=self.patience.row,
         )
 
     def send(self, nodes: Iterable[int]) -> list[Draft]:

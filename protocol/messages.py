@@ -67,9 +67,11 @@ class Open(Message, frozen=True):
     resume: Annotated[str, Meta(max_length=64)] = ""  # the token `opened` gave, if any
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""  # a JSON schema; the text is an instance of it
-    patience: Seconds = (
-        0.0  # a step that would begin with no node waits so long for one, or for an ack of the whole text
-    )
+    # A step that would begin with no node waits for one, if it is due within `patience`: `response` seconds after the commit
+    # that left the tree, and `row` seconds later for each token committed since. An ack of the whole text ends the wait.
+    patience: Seconds = 0.0
+    response: Seconds = 0.0
+    row: Seconds = 0.0
 
     large: ClassVar[bool] = True
 
