@@ -3,7 +3,7 @@ import { events, headers } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const SECONDS = 6;
-const FADE = 0.7; // seconds that a node stays visible once it was eaten or dropped
+const FADE = 0.8; // seconds that a tree stays visible, faintly, once nothing is left of it
 let snapshot = null; // the newest
 let entries = []; // what happened in the last seconds, [number, kind, begin, end, count, accepted, held]
 let offset = 0; // the agent's clock minus this page's, in seconds
@@ -70,6 +70,13 @@ function canvas(id) {
   return { pen, width, height };
 }
 
+/** How far below the root each node is; parents come before their children. */
+function depthsOf(nodes) {
+  const depths = new Map([[-1, 0]]);
+  for (const [id, parent] of nodes) depths.set(id, depths.get(parent) + 1);
+  return depths;
+}
+
 /** Rows and depths of the nodes: the likeliest chain runs straight, its rivals hang below. */
 function layout(nodes) {
   const below = new Map();
@@ -85,7 +92,7 @@ function layout(nodes) {
     });
   };
   place(-1, 1, 0);
-  return { placed, rows };
+  return placed;
 }
 
 function spelt(text) {
@@ -100,28 +107,29 @@ function drawTree() {
   if (!tree) return hint(pen, width, height, "The tree appears while an answer is written.");
   const top = 30;
   const root = tail(pen, tree.tail, width, top);
-  const { placed } = layout(tree.nodes);
-  const columns = spread(pen, placed, root, width);
+  const depths = depthsOf(tree.nodes);
+  const columns = spread(pen, tree.nodes, depths, root, width);
+  const placed = layout(tree.nodes.filter(([id]) => depths.get(id) < columns.length));
   const seen = new Set(placed.map(({ node }) => `${tree.sid}.${node[0]}`));
   ghosts(pen, seen);
   const at = new Map([[-1, { x: root, y: top }]]);
   for (const { node, depth, row } of placed) {
     const goal = { x: columns[depth], y: top + 25 * row };
-    if (goal.x === undefined || goal.y > height - 14) continue;
+    if (goal.y > height - 14 || !at.has(node[1])) continue;
     const place = glide(tree.sid, node[0], goal, at.get(node[1]) ?? goal);
     at.set(node[0], place);
     branch(pen, at.get(node[1]), place, node);
   }
 }
 
-/** What is no longer in the tree, where it stood, on its way out. */
+/** Where the next tree has not come yet, the last one as it stood, on its way out. */
 function ghosts(pen, seen) {
   for (const [key, place] of places) {
     if (seen.has(key)) continue;
     place.gone ??= now();
-    const left = 1 - (now() - place.gone) / FADE;
+    const left = seen.size ? 0 : 1 - (now() - place.gone) / FADE;
     if (left <= 0) places.delete(key);
-    else chip(pen, place, place.label, place.sent, 0.3 * left, 0.5 * left);
+    else chip(pen, place, place.label, place.sent, 0.22 * left, 0.4 * left);
   }
 }
 
@@ -139,9 +147,12 @@ function tail(pen, tokens, width, y) {
 }
 
 /** The x of every depth that fits: a column is as wide as its widest token. */
-function spread(pen, placed, root, width) {
+function spread(pen, nodes, depths, root, width) {
   const widest = [];
-  for (const { node, depth } of placed) widest[depth] = Math.max(widest[depth] ?? 0, pen.measureText(spelt(node[2])).width);
+  for (const [id, , text] of nodes) {
+    const depth = depths.get(id);
+    widest[depth] = Math.max(widest[depth] ?? 0, pen.measureText(spelt(text)).width);
+  }
   const columns = [root];
   let x = root + 22;
   for (let depth = 1; depth < widest.length && x + widest[depth] + 16 < width; depth++) {
