@@ -206,10 +206,10 @@ def _entries(work: Work, path: list[int], vocabulary: int) -> list[tuple[int, fl
     for token, value in s.logit_bias:
         bias[token] = bias.get(token, 0.0) + value
     history = work.history.after(path) if s.penalised and work.history is not None else History(())
-    seen = history.prompt | history.text.keys()
+    seen = dict(zip(*(column.tolist() for column in history.seen(vocabulary)), strict=True))
     out = []
-    for token in sorted(t for t in seen | bias.keys() if t < vocabulary):
-        written = history.text.get(token, 0)
+    for token in sorted(t for t in seen.keys() | bias.keys() if t < vocabulary):
+        written = seen.get(token, 0)
         subtract = s.frequency_penalty * written + s.presence_penalty if written else 0.0
         out.append((token, bias.get(token, 0.0), s.repetition_penalty if token in seen else 1.0, subtract))
     return out

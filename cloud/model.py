@@ -55,7 +55,7 @@ def forward(
     """Logits [N, V] in float32 of the rows asked for. `keys`, `values` [layers, Hkv, slots, head_dim] take the rows' own in."""
     x = weights.embedding[rows.tokens]  # [R, D]
     if config.embedding_scale != 1:
-        x = x * torch.tensor(config.embedding_scale, dtype=x.dtype, device=x.device)
+        x = x * float(torch.tensor(config.embedding_scale, dtype=x.dtype))  # rounded, as Gemma was trained with
     h = suite.norm(x, weights.layers[0].attention_norm, config.eps)
     for i, layer in enumerate(weights.layers):
         a = _attention(layer, i, weights, config, rows, h, keys[i], values[i], plan, suite)

@@ -11,10 +11,13 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
-from paceline.cloud.engine import Engine, Work
+from paceline.cloud.backup import TopUp
+from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
@@ -22,6 +25,7 @@ from paceline.protocol.messages import Commit
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -41,13 +45,33 @@ class Seat:
     handle: int | None = None
     gone: bool = False
     since: float = 0.0  # when its last step ended
+    missed: float = 0.0  # when its tree was left empty, and how long the text was then
+    missed_len: int = 0
+    constraint: Constraint | None = None  # what the text is kept to
+    pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
+    trust: float = 1.0  # how often its nodes are taken, for how often it says they are
+    own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
         s = self.session
-        if self.gone or s.finish or len(s.committed) - s.acknowledged >= ACK_WINDOW:
+        if self.gone or s.finish or self.unheard:
             return math.inf
-        return self.since + s.patience if s.waiting else now
+        begin = now + self.pause()
+        if not s.waiting:
+            return begin
+        return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
+
+    @property
+    def unheard(self) -> bool:
+        """Has it run as far ahead as it may of what its edge has said to have?"""
+        return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
+
+    def stepped(self, now: float, walked_on: bool) -> None:
+        """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        self.since = now
+        if not walked_on:
+            self.missed, self.missed_len = now, len(self.session.committed)
 
 
 @dataclass
@@ -78,12 +102,20 @@ class Figures:
 
 class Scheduler:
     def __init__(
-        self, engine: Engine, run: Runner, clock: Callable[[], float], *, width: int | None = None, floor: float = 0.0
+        self,
+        engine: Engine,
+        run: Runner,
+        clock: Callable[[], float],
+        *,
+        width: int | None = None,
+        floor: float = 0.0,
+        top_up: TopUp | None = None,
     ) -> None:
+        """`floor`: seconds to which a step is paced. `top_up` drafts where an edge's tree holds too little."""
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock = run, clock
+        self._run, self._clock, self._top_up = run, clock, top_up
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
@@ -95,7 +127,7 @@ class Scheduler:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
-        seat.since = self._clock()
+        seat.stepped(self._clock(), False)
         self._seats.append(seat)
         self.idle.clear()
         self.wake()
@@ -121,7 +153,7 @@ class Scheduler:
             self._let_go()
             now = self._clock()
             due = {seat: seat.due(now) for seat in self._seats}
-            seats = [s for s in self._seats if due[s] <= now]
+            seats = [s for s in self._seats if due[s] <= now + SOON]
             if not seats:
                 await self._sleep(min(due.values(), default=math.inf) - now)
                 continue
@@ -131,12 +163,16 @@ class Scheduler:
 
     async def _sleep(self, seconds: float) -> None:
         """Until something arrives, or for so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds if seconds < math.inf else None)
+        with suppress(TimeoutError):  # not wait_for, which may swallow a cancellation before Python 3.12
+            async with asyncio.timeout(seconds if seconds < math.inf else None):
+                await self._wake.wait()
 
     async def _step(self, seats: Sequence[Seat]) -> None:
-        begin = self._clock()
         seats = [s for s in seats if self._seated(s)]
+        if self._top_up is not None:
+            await self._grow(seats, self._top_up)
+            seats = [s for s in seats if not s.gone]
+        begin = self._clock()
         batch = self._plan(seats)
         if not batch:
             return
@@ -161,6 +197,18 @@ class Scheduler:
         except Exception as e:  # whatever an engine runs into ends these sessions, not the server
             log.exception("the engine failed")
             return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
+
+    async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
+        """Draft for the sessions that are about to choose."""
+        verify = max(self._cost(1), self.floor)
+        for seat in seats:
+            assert seat.handle is not None
+            session = seat.session
+            if len(session.sequence) - self.engine.length(seat.handle) > self.engine.chunk:
+                continue
+            stub = top_up.look(session, self.width)
+            drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids))  # noqa: B023 - awaited at once
+            seat.own = top_up.put(session, stub, drafted)
 
     def _seated(self, seat: Seat) -> bool:
         """Give the session a sequence of the engine if it has none. False if there is no room."""
@@ -206,7 +254,8 @@ class Scheduler:
     def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
         s = seat.session
         assert seat.handle is not None
-        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+        mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
     def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
         if seat.gone or result is None:
@@ -214,8 +263,13 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
+        if self._top_up is not None and seat.own:
+            own = set(seat.own)
+            self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
+            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+            seat.own = []
         commit = seat.session.apply(plan, result, step)
-        seat.since = self._clock()
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)
@@ -234,4 +288,8 @@ class Scheduler:
 
 
 def _with_plan(work: Work, plan: Plan) -> Work:
-    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)
+    return replace(work, plan=plan)
+
+
+def _mask(constraint: Constraint, committed: tuple[int, ...], walked: Sequence[int]) -> Mask:
+    return constraint.mask((*committed, *walked))

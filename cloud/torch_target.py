@@ -10,7 +10,7 @@ from paceline.cloud.checkpoint import Checkpoint, dtype_of, open_checkpoint
 from paceline.cloud.engines.torch import Decoder, TorchEngine
 from paceline.cloud.kv import Cache, Space, page_bytes
 from paceline.cloud.loader import MakeProduct, Progress, Target, dense, load
-from paceline.cloud.witness import demand_exactness, measure_free_width
+from paceline.cloud.witness import demand_exactness, free_width, measure_step_cost
 from paceline.kernels.layout import PAGE
 from paceline.kernels.suite import pick
 from paceline.protocol.errors import EngineError
@@ -33,21 +33,36 @@ class Options:
     cache_bytes: int | None = None
     sequences: int = 256
     free_width: int | None = None  # None: measured
+    graphs: bool = True  # on CUDA
 
 
 def bring_up(path: Path, options: Options, progress: Progress = lambda done, total: None) -> TorchEngine:
     """The engine for the model at `path`. Raises EngineError with what to do about it."""
+    return bring_up_checkpoint(open_checkpoint(path), options, progress)
+
+
+def bring_up_checkpoint(
+    checkpoint: Checkpoint, options: Options, progress: Progress = lambda done, total: None
+) -> TorchEngine:
+    """As `bring_up`, from a checkpoint that is open already."""
     device = pick_device(options.device)
-    checkpoint = open_checkpoint(path)
     context = min(options.context or DEFAULT_CONTEXT, checkpoint.config.context)
     decoder = _decoder(checkpoint, options, device, context, progress)
     cache = Cache(
         checkpoint.config, _space(options, checkpoint.config, context, decoder), _dtype(options, device), device
     )
     engine = TorchEngine(decoder, cache, min(context, (cache.pages.count - 1) * PAGE))
+    if decoder.suite.name == "triton" and options.quant in (None, "w4") and options.graphs:
+        from paceline.cloud.graphs import Graphs
+
+        engine.run = Graphs(decoder, cache, engine.eager)
     if options.exact:
         demand_exactness(engine)
-    engine.free_width = measure_free_width(engine) if options.free_width is None else options.free_width
+    if options.free_width is None:
+        engine.step_cost = measure_step_cost(engine)
+        engine.free_width = free_width(engine.step_cost)
+    else:
+        engine.free_width = options.free_width
     return engine
 
 

@@ -1,7 +1,7 @@
 """What an engine finds out about itself at start: that exact mode is exact on this machine, and how many rows are free."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from paceline.cloud.batch import Share, lay_out
@@ -60,18 +60,20 @@ def row_logits(engine: TorchEngine, sequences: list[tuple[list[int], Plan]], cac
 
 
 @torch.inference_mode()
-def measure_free_width(engine: TorchEngine, clock: Callable[[], float] = time.perf_counter) -> int:
-    """The most nodes that go along with a row at no more than 10 % above its cost."""
+def measure_step_cost(engine: TorchEngine, clock: Callable[[], float] = time.perf_counter) -> list[tuple[int, float]]:
+    """(rows, seconds of a step), up to the first width that costs twice one row: beyond it the line is known."""
     one = _seconds(engine, 1, clock)
-    free = 0
+    table = [(1, one)]
     for rows in WIDTHS:
-        if (
-            rows > min(engine.context, (engine.cache.pages.available) * PAGE)
-            or _seconds(engine, rows, clock) > FREE * one
-        ):
+        if rows > min(engine.context, engine.cache.pages.available * PAGE) or table[-1][1] > 2 * one:
             break
-        free = rows - 1
-    return free
+        table.append((rows, _seconds(engine, rows, clock)))
+    return table
+
+
+def free_width(step_cost: Sequence[tuple[int, float]]) -> int:
+    """The most nodes that go along with a row at no more than 10 % above its cost."""
+    return max(rows for rows, seconds in step_cost if seconds <= FREE * step_cost[0][1]) - 1
 
 
 def _seconds(engine: TorchEngine, rows: int, clock: Callable[[], float]) -> float:

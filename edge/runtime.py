@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,7 +69,8 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     finally:
         pool.shutdown(cancel_futures=True)
         if draft is not None and predictor.enabled:
-            predictor.save(table)
+            with suppress(OSError):  # a table that cannot be written is only learned again
+                predictor.save(table)
 
 
 async def _connect(address: Address, round_trip: float) -> Channel:

@@ -6,6 +6,7 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,7 +120,8 @@ class SocketChannel:
             raise ChannelClosed(str(e)) from None
 
     async def close(self, reason: str = "") -> None:
-        await self._socket.close(reason=reason[:120])
+        with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
+            await self._socket.close(reason=reason.encode()[:120].decode(errors="ignore"))
 
 
 @dataclass(frozen=True)
@@ -183,4 +185,6 @@ def _distrust(url: str, e: ssl.SSLError) -> str:
 def _refusal(url: str, status: int) -> str:
     if status == 401:
         return f"{url}: the verifier wants a key; give the right one with --key or PACELINE_KEY"
+    if status in (429, 502, 503, 504):
+        return f"{url}: no verifier has room there now (HTTP {status}); try again later, or name another with --url"
     return f"{url}: something answers there, but not a Paceline verifier (HTTP {status})"

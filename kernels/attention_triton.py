@@ -9,7 +9,10 @@ its result is then a function of its own keys alone. Without it, rows of a tree 
 that the device is busy.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,30 +46,75 @@ def rows_a_program(group: int, exact: bool) -> int:
     return 1 if exact else max(1, QUERIES // triton.next_power_of_2(group))  # 64 queries of 256 float32 fill 225 KiB
 
 
-def upload(layout: Layout, windows: frozenset[int], device: torch.device, *, exact: bool, group: int) -> Plan:
-    """The layout as tensors, in one transfer. `group` is the number of query heads a key head serves."""
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of a plan's tables. They may be larger than a layout needs: what is over points at nothing."""
+
+    rows: int
+    programs: int
+    blocks: int
+    pages: int
+    extra: int
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tables of a Plan, in its order."""
+        tables = (self.programs, 2), (self.blocks, 4), (self.blocks, self.pages), (self.blocks, self.extra)
+        return *tables, (self.blocks, self.extra), (self.rows, -(-self.extra // 32)), (self.rows,)
+
+
+def natural_sizes(layout: Layout, group: int, exact: bool) -> Sizes:
+    """Just what the layout needs."""
     step = rows_a_program(group, exact)
-    programs = [(i, r) for i, b in enumerate(layout.blocks) for r in range(0, b.rows, step)]
-    most = max(1, *(len(b.extra) for b in layout.blocks))
-    words = -(-most // 32)
-    tiles = [-(-b.prefix // PAGE) for b in layout.blocks]
-    width = max(1, *tiles)
-    blocks, pages, extra, at = (np.zeros((len(layout.blocks), n), dtype=np.int32) for n in (4, width, most, most))
+    return Sizes(
+        rows=layout.rows,
+        programs=sum(-(-b.rows // step) for b in layout.blocks),
+        blocks=len(layout.blocks),
+        pages=max(1, *(-(-b.prefix // PAGE) for b in layout.blocks)),
+        extra=max(1, *(len(b.extra) for b in layout.blocks)),
+    )
+
+
+def tables(layout: Layout, sizes: Sizes, group: int, exact: bool) -> npt.NDArray[np.int32]:
+    """All tables of a plan, end to end. Programs beyond the layout's take the last block, which must then be spare."""
+    flat = np.zeros(sum(math.prod(s) for s in sizes.shapes), dtype=np.int32)
+    programs, blocks, pages, extra, at, mask, positions = split(flat, sizes)
+    step = rows_a_program(group, exact)
+    own = [(i, r) for i, b in enumerate(layout.blocks) for r in range(0, b.rows, step)]
+    assert len(own) == len(programs) or len(layout.blocks) < len(blocks), "no spare block for spare programs"
+    programs[:, 0] = len(blocks) - 1
+    programs[: len(own)] = own
     for i, b in enumerate(layout.blocks):
         blocks[i] = b.first, b.rows, b.prefix, len(b.extra)
-        pages[i, : tiles[i]] = b.pages[: tiles[i]]
+        width = -(-b.prefix // PAGE)
+        pages[i, :width] = b.pages[:width]
         extra[i, : len(b.extra)], at[i, : len(b.extra)] = b.extra, b.extra_positions
-    mask = np.concatenate([pack_bits(b.mask, words) for b in layout.blocks])
-    tables = (np.array(programs, dtype=np.int32), blocks, pages, extra, at, mask, layout.positions.astype(np.int32))
-    total = max(t + -(-len(b.extra) // PAGE) for t, b in zip(tiles, layout.blocks, strict=True))
-    return Plan(*_send(tables, device), tiles=total, exact=exact)
+        mask[b.first : b.first + b.rows] = pack_bits(b.mask, mask.shape[1])
+    positions[: layout.rows] = layout.positions
+    return flat
 
 
-def _send(tables: tuple[npt.NDArray[np.int32], ...], device: torch.device) -> list[Tensor]:
-    """Several int32 tables to the device in one copy."""
-    flat = torch.from_numpy(np.concatenate([t.ravel() for t in tables])).to(device)
-    pieces = torch.split(flat, [t.size for t in tables])
-    return [piece.view(t.shape) for piece, t in zip(pieces, tables, strict=True)]
+Flat = TypeVar("Flat", Tensor, npt.NDArray[np.int32])
+
+
+def split(flat: Flat, sizes: Sizes) -> list[Flat]:
+    """Views of the tables in their flat form."""
+    ends = list(itertools.accumulate(math.prod(s) for s in sizes.shapes))
+    return [flat[end - math.prod(s) : end].reshape(s) for s, end in zip(sizes.shapes, ends, strict=True)]
+
+
+def plan_over(flat: Tensor, sizes: Sizes, exact: bool) -> Plan:
+    """A plan that reads its tables from `flat`."""
+    programs, blocks, pages, extra, at, mask, positions = split(flat, sizes)
+    tiles = sizes.pages + -(-sizes.extra // PAGE)
+    return Plan(programs, blocks, pages, extra, at, mask, positions, tiles, exact)
+
+
+def upload(layout: Layout, windows: frozenset[int], device: torch.device, *, exact: bool, group: int) -> Plan:
+    """The layout as tensors, in one transfer. `group` is the number of query heads a key head serves."""
+    sizes = natural_sizes(layout, group, exact)
+    flat = torch.from_numpy(tables(layout, sizes, group, exact)).to(device)
+    return plan_over(flat, sizes, exact)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, window: int, scale: float) -> Tensor:
@@ -136,7 +184,7 @@ def _attend(
     offset = tl.arange(0, TILE)
     for t in range(begin, end):
         e = (t - prefix_tiles) * TILE + offset
-        in_prefix = e < 0
+        in_prefix = (e < 0) & (t * TILE + offset < prefix)
         is_extra = (e >= 0) & (e < extras)
         page = tl.load(page_table + block * page_width + t + offset * 0, mask=in_prefix, other=0)
         gathered = tl.load(extra + block * extra_width + e, mask=is_extra, other=0)
@@ -147,7 +195,7 @@ def _attend(
             mask + row[:, None] * mask_words + (e // 32)[None, :], mask=real[:, None] & is_extra[None, :], other=0
         )
         in_tree = ((word >> (e % 32)[None, :]) & 1) != 0
-        seen = tl.where(in_prefix[None, :], (t * TILE + offset < prefix)[None, :], in_tree) & real[:, None]
+        seen = (in_prefix[None, :] | in_tree) & real[:, None]
         seen = seen & ((key_position[None, :] > position[:, None] - window) | (window == 0))
 
         at = head * k_head + slot[:, None] * k_slot + d[None, :]

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from paceline.kernels.philox import gumbel
-from paceline.protocol.philox import GUMBEL_MAX
+from paceline.kernels.philox import gumbel, minus_all_gumbel
 from paceline.protocol.sampling import Sampling
 from torch import Tensor
 
-_HEAD = 64  # candidates scored exactly first, to bound how far down the list a winner can lie
+_ROWS_AT_ONCE = 4
+_TOP_P_HEAD = 1024  # top-p looks among this many likeliest tokens before it sorts the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,17 @@ def choose(logits: Tensor, rows: Tensor, forest: Forest, choices: Choices) -> tu
     if choices.adjustment is None and all(p.greedy for p in params):
         best, tokens = logits[rows].max(-1)
         return tokens, best.isfinite()
-    x = adjusted(logits[rows].double(), rows, choices.adjustment)
+    x = logits[rows]
+    if choices.adjustment is not None or any(map(_filters, params)):
+        x = adjusted(x.double(), rows, choices.adjustment)
     best, tokens = x.max(-1)
     finite = best.isfinite()
-    drawn = [i for i, p in enumerate(params) if not p.greedy and finite[i]]
-    if drawn:
-        positions = forest.positions[rows[drawn]]
-        tokens[drawn] = _draw(x[drawn], [params[i] for i in drawn], positions)
+    scored = finite.tolist()
+    for draw, kind in ((_draw_filtered, True), (_draw_from_all, False)):
+        own = [i for i, p in enumerate(params) if scored[i] and not p.greedy and _filters(p) is kind]
+        if own:
+            mine = x if len(own) == len(x) else x[own]
+            tokens[own] = draw(mine, best[own], [params[i] for i in own], forest.positions[rows[own]])
     return tokens, finite
 
 
@@ -118,29 +122,51 @@ def adjusted(x: Tensor, rows: Tensor, adjustment: Adjustment | None) -> Tensor:
     return x
 
 
-def _draw(x: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
-    """Sampled tokens [n] from adjusted logits [n, V]."""
-    seeds = torch.tensor([p.seed for p in params], device=x.device)
-    temperature = x.new_tensor([p.temperature for p in params])[:, None]
-    kept = x >= thresholds(x, params)[:, None]
-    scaled = torch.where(kept, x / temperature, -torch.inf)
-    head = min(_HEAD, x.shape[1])
-    top = scaled.topk(head, dim=-1)
-    noise = gumbel(seeds[:, None], positions[:, None], top.indices)
-    bound = (top.values + noise).amax(-1, keepdim=True) - GUMBEL_MAX
-    able = kept & (scaled >= bound)  # nothing else can win, whatever its noise
-    row, token = able.nonzero(as_tuple=True)
-    score = scaled[row, token] + gumbel(seeds[row], positions[row], token)
-    best = torch.full_like(bound[:, 0], -torch.inf).scatter_reduce_(0, row, score, "amax")
+def _filters(p: Sampling) -> bool:
+    return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+
+
+def _draw_from_all(x: Tensor, high: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
+    """Sampled tokens [n] from adjusted logits [n, V] and their maxima [n], for rows without filters.
+
+    All scores in float32, then the few near the best in float64; a few rows at a time, so that they stay in the cache.
+    """
+    seeds, temperature = _seeds_and_temperatures(params, x.device)
+    doubt = 1e-4 + 1e-6 * (high / temperature).abs()  # more than float32 errs near the best
+    out = []
+    for some in (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(x), _ROWS_AT_ONCE)):
+        rough = x[some].float() / temperature[some, None].float()
+        rough -= minus_all_gumbel(seeds[some], positions[some], x.shape[1])
+        best, first = rough.max(-1)
+        near = rough >= (best - doubt[some]).float()[:, None]
+        for i in (near.sum(-1) > 1).nonzero()[:, 0].tolist():
+            ids, row = near[i].nonzero()[:, 0], some.start + i
+            score = x[row, ids].double() / temperature[row] + gumbel(seeds[row], positions[row], ids)
+            first[i] = ids[score.argmax()]  # equal scores: the lowest id
+        out.append(first)
+    return torch.cat(out)
+
+
+def _draw_filtered(x: Tensor, high: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
+    """As `_draw_from_all`, for rows with filters: only what they leave is scored."""
+    seeds, temperature = _seeds_and_temperatures(params, x.device)
+    row, token = (x >= thresholds(x, params)[:, None]).nonzero(as_tuple=True)
+    score = x[row, token].double() / temperature[row] + gumbel(seeds[row], positions[row], token)
+    best = torch.full_like(temperature, -torch.inf).scatter_reduce_(0, row, score, "amax")
     winners = torch.where(score == best[row], token, x.shape[1])  # equal scores: the lowest id
     return torch.full_like(seeds, x.shape[1]).scatter_reduce_(0, row, winners, "amin")
+
+
+def _seeds_and_temperatures(params: list[Sampling], device: torch.device) -> tuple[Tensor, Tensor]:
+    seeds = torch.tensor([p.seed for p in params], device=device)
+    return seeds, torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
 
 
 def thresholds(x: Tensor, params: list[Sampling]) -> Tensor:
     """The smallest logit [n] that top-k, top-p and min-p leave in each row of adjusted logits [n, V]; -inf if all."""
     out = torch.full_like(x[:, 0], -torch.inf)
     for i, p in enumerate(params):
-        if p.top_k or p.top_p < 1 or p.min_p:
+        if _filters(p):
             out[i] = _threshold(x[i], p)
     return out
 
@@ -152,12 +178,21 @@ def _threshold(x: Tensor, p: Sampling) -> Tensor:
     if 0 < p.top_k < len(x):
         least = x.topk(p.top_k).values[-1]
     if p.top_p < 1:
-        order = (x[x >= least] / scale).sort(descending=True, stable=True).values
-        mass = (order - order[0]).exp()
-        reached = mass.cumsum(0) >= p.top_p * mass.sum()
-        if reached.any():
-            least = x[x / scale >= order[int(reached.int().argmax())]].min()
+        edge = _top_p_edge(x[x >= least] / scale, p.top_p)
+        least = x[x / scale >= edge].min()
     if p.min_p > 0:
         floor = x.max() / scale + float(np.log(p.min_p))
         least = torch.maximum(least, x[x / scale >= floor].min())
     return least
+
+
+def _top_p_edge(x: Tensor, top_p: float) -> Tensor:
+    """The smallest logit of the smallest set of likeliest ones [n] whose probability reaches `top_p`; -inf if none does."""
+    high = x.max()
+    total = (x - high).exp().sum()
+    for head in (min(_TOP_P_HEAD, len(x)), len(x)):  # mostly, a few suffice
+        top = x.topk(head).values
+        reached = (top - high).exp().cumsum(0) >= top_p * total
+        if reached.any():
+            return top[int(reached.int().argmax())]
+    return x.new_tensor(-torch.inf)

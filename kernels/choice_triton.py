@@ -10,6 +10,7 @@ from NumPy's where the two best scores lie within about 1e-5 of each other.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -23,10 +24,23 @@ BLOCK = 1024
 
 def walk(logits: Tensor, forest: Forest, choices: Choices) -> Paths:
     """logits [N, V] -> paths."""
-    logits = adjusted(logits, choices.adjustment)
-    temperature, seeds, filters = _parameters(choices, logits.device)
-    least = thresholds(logits, forest, filters) if any(_filtering(choices)) else None
-    best, token, sound = _best(logits, forest, temperature, seeds, least)
+    return walk_with(adjusted(logits, choices.adjustment), forest, parameters(choices, logits.device))
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Each session's, on the device. Filters are (scale, top-k, top-p, ln min-p); those that are off are 0, 1 and -inf."""
+
+    temperature: Tensor  # [S], 0 for greedy
+    seeds: Tensor  # [S]
+    filters: Tensor | None  # [S, 4]; None where nobody filters
+
+
+def walk_with(logits: Tensor, forest: Forest, parameters: Parameters) -> Paths:
+    """Adjusted logits [N, V] -> paths: kernels alone, nothing from the host."""
+    p = parameters
+    least = thresholds(logits, forest, p.filters) if p.filters is not None else None
+    best, token, sound = _best(logits, forest, p.temperature, p.seeds, least)
     sessions, pieces = len(forest.roots), best.shape[1]
     rows = forest.roots.new_full((sessions, 1 + forest.deepest), -1)
     count, chosen, finite = (torch.empty_like(forest.roots) for _ in range(3))
@@ -48,28 +62,18 @@ def adjusted(logits: Tensor, adjustment: Adjustment | None) -> Tensor:
     return x
 
 
-def _filtering(choices: Choices) -> list[bool]:
-    return [not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in choices.params]
-
-
-def _parameters(choices: Choices, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Per session: temperature [S] (0: greedy), seeds [S], and (scale, top-k, top-p, ln min-p) [S, 4].
-
-    Filters that are off are 0, 1 and -inf.
-    """
-    greedy = [p.greedy for p in choices.params]
-    temperature = [0.0 if g else p.temperature for p, g in zip(choices.params, greedy, strict=True)]
-    filters = [
-        (1.0 if p.temperature_last else t, float(p.top_k), p.top_p, math.log(p.min_p) if p.min_p else -math.inf)
-        if on
-        else (1.0, 0.0, 1.0, -math.inf)
-        for p, t, on in zip(choices.params, temperature, _filtering(choices), strict=True)
-    ]
-    return (
-        torch.tensor(temperature, dtype=torch.float32, device=device),
-        torch.tensor([p.seed for p in choices.params], dtype=torch.int64, device=device),
-        torch.tensor(filters, dtype=torch.float32, device=device),
-    )
+def parameters(choices: Choices, device: torch.device) -> Parameters:
+    rows, filtered = [], False
+    for p in choices.params:
+        on = not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
+        filtered = filtered or on
+        scale = 1.0 if p.temperature_last or not on else p.temperature
+        floor = math.log(p.min_p) if on and p.min_p else -math.inf
+        kept = (scale, float(p.top_k), p.top_p, floor) if on else (scale, 0.0, 1.0, floor)
+        rows.append((0.0 if p.greedy else p.temperature, *kept))
+    table = torch.tensor(rows, dtype=torch.float32).to(device)
+    seeds = torch.tensor([p.seed for p in choices.params], dtype=torch.int64).to(device)
+    return Parameters(table[:, 0].contiguous(), seeds, table[:, 1:].contiguous() if filtered else None)
 
 
 def thresholds(logits: Tensor, forest: Forest, filters: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 from paceline.protocol.errors import PacelineError
+from paceline.scripts.catalogue import PAIRS
 from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, resolve_pair
 from paceline.scripts.progress import progress_bar
 
@@ -12,7 +13,7 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
     """The files of a named pair, or of --target and --draft. Fetches and makes what is not there yet."""
     cache = cache_folder()
     if target is None and draft is None:
-        if not pair_is_ready(pair, cache):
+        if pair in PAIRS and not pair_is_ready(pair, cache):
             typer.echo("Fetching the model and making its draft; this is done once.", err=True)
         with progress_bar(pair) as report:
             return resolve_pair(pair, cache, report)
@@ -34,6 +35,7 @@ def draft_of(pair: str, draft: str | None) -> Path:
 
 def vocabulary_of(model: Path) -> Path:
     """The vocabulary alone of a model file or folder, written into the cache once."""
+    from paceline.quant.landing import disk_errors
     from paceline.quant.vocab import write_vocabulary
     from paceline.quant.vocab_bundle import write_folder_vocabulary
 
@@ -43,6 +45,7 @@ def vocabulary_of(model: Path) -> Path:
     stat = source.stat()
     path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.vocabulary"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_folder_vocabulary(model, path) if model.is_dir() else write_vocabulary(model, path)
     return path

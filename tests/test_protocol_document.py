@@ -81,6 +81,8 @@ def test_every_code_is_raised_somewhere_or_belongs_to_the_server() -> None:
         "UNKNOWN_SESSION",
         "DUPLICATE_SESSION",
         "SESSION_LIMIT",
+        "RATE_LIMIT",
+        "IDLE",
         "OVERLOADED",
         "ENGINE",
         "INTERNAL",

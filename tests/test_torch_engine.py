@@ -12,7 +12,7 @@ from paceline.cloud.engines.torch import TorchEngine
 from paceline.cloud.kv import page_bytes
 from paceline.cloud.model import Rows
 from paceline.cloud.torch_target import Options, bring_up
-from paceline.cloud.witness import measure_free_width, row_logits
+from paceline.cloud.witness import free_width, measure_step_cost, row_logits
 from paceline.kernels.layout import PAGE, Layout
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
@@ -278,7 +278,7 @@ def test_out_of_memory_ends_the_session_whose_share_is_too_large(make: Make) -> 
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more lines")
         return engine.eager(rows, layout)
 
-    engine._run = run
+    engine.run = run
     handles = [engine.open(()) for _ in range(4)]
     sizes = (10, 30, 80, 40)
     results = engine.verify([Work(h, tuple(words(n, n)), Plan(), GREEDY) for h, n in zip(handles, sizes, strict=True)])
@@ -293,7 +293,7 @@ def test_other_failures_are_not_swallowed(make: Make) -> None:
     def run(rows: Rows, layout: Layout) -> torch.Tensor:
         raise RuntimeError("a fault of ours")
 
-    engine._run = run
+    engine.run = run
     with pytest.raises(RuntimeError, match="a fault of ours"):
         engine.verify([Work(engine.open(()), (1,), Plan(), GREEDY)])
 
@@ -311,5 +311,5 @@ def test_free_width_follows_the_cost_of_rows(make: Make) -> None:
         now += 0.5 * (1 + 0.03 * (engine.timing.rows - 1)) if engine.timing.rows else 0.0
         return now
 
-    assert measure_free_width(engine, clock) == 3
+    assert free_width(measure_step_cost(engine, clock)) == 3
     assert engine.cache.pages.in_use == 0

@@ -9,12 +9,12 @@ run again, in order, with the next step. `keep_order=False` switches that off, t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from paceline.cloud.engine import Work, walk
+from paceline.cloud.engine import Logits, Work, walk
 from paceline.kernels.llama import Context, Model, default_threads
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
@@ -37,6 +37,8 @@ class Slot:
 
 
 class LlamaEngine:
+    masks = True  # its choice is made on the host, where a grammar can be laid over the logits
+
     def __init__(
         self,
         path: str | Path,
@@ -47,6 +49,7 @@ class LlamaEngine:
         threads: int | None = None,
         gpu_layers: int = 0,
         keep_order: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert max_width < ROWS
         self._model = Model(path, gpu_layers=gpu_layers)
@@ -58,6 +61,8 @@ class LlamaEngine:
         self._threads = threads or default_threads()
         self._limit, self._keep_order = slots, keep_order
         self._slots: list[Slot] = []
+        self._clock = clock
+        self.forward_seconds = 0.0  # in llama.cpp's decode so far, by `clock`
         self._opens = 0
         self.step_cost = self._measure()
         self.exact = self._rows_are_exact()
@@ -111,7 +116,7 @@ class LlamaEngine:
 
     def _append(self, slot: Slot, tokens: Sequence[int]) -> None:
         n, at = len(tokens), len(slot.tokens)
-        slot.context.decode(tokens, range(at, at + n), [(0,)] * n, [False] * n)
+        self._decode(slot, tokens, range(at, at + n), [(0,)] * n, [False] * n)
         slot.tokens.extend(tokens)
 
     def _step(self, slot: Slot, tokens: Sequence[int], work: Work) -> Walk | EngineError:
@@ -121,7 +126,8 @@ class LlamaEngine:
         for path in every[1:]:
             slot.context.share(0, path, 0, at)
         depths = _depths(plan)
-        logits = slot.context.decode(
+        logits = self._decode(
+            slot,
             (*tokens, *plan.tokens),
             (*range(at, at + n), *(at + n - 1 + d for d in depths)),
             [every] * n + paths,
@@ -134,6 +140,20 @@ class LlamaEngine:
         for path in every[1:]:
             slot.context.drop(path)
         return result
+
+    def _decode(
+        self,
+        slot: Slot,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> Logits:
+        begin = self._clock()
+        try:
+            return slot.context.decode(tokens, positions, paths, wanted)
+        finally:
+            self.forward_seconds += self._clock() - begin
 
     def _keep(self, slot: Slot, plan: Plan, paths: list[tuple[int, ...]], accepted: Sequence[int]) -> None:
         """The accepted nodes whose cells follow the text without a gap become part of it."""

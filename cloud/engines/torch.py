@@ -25,6 +25,8 @@ from paceline.protocol.errors import EngineError
 from paceline.protocol.vocabulary import Vocabulary
 from torch import Tensor
 
+MAX_NODES = 1024  # drafted nodes in one step, over all sessions
+CHUNK = 256  # prompt tokens in one step, over all sessions: a long prompt stalls the others by no more
 MAX_ROWS = 4096  # rows in one forward; a larger step runs as several
 
 Outcome = Walk | EngineError | None
@@ -45,11 +47,24 @@ class Decoder:
 
 @dataclass
 class Timing:
-    """Seconds of the last `verify`, and its rows. On CUDA `forward` covers only its launch; `total` ends with the results."""
+    """Seconds of the last `verify`, and its rows.
+
+    `run` is planning and the decoder; on CUDA it covers the launch alone, unless the clock waits for the device.
+    """
 
     rows: int = 0
-    forward: float = 0.0
+    planning: float = 0.0  # of the attention, from the layout
+    run: float = 0.0
     total: float = 0.0
+
+    @property
+    def forward(self) -> float:
+        return self.run - self.planning
+
+    @property
+    def outside(self) -> float:
+        """All of the step that is not the decoder's arithmetic."""
+        return self.total - self.forward
 
 
 class TorchEngine:
@@ -58,16 +73,17 @@ class TorchEngine:
         decoder: Decoder,
         cache: Cache,
         context: int,
-        run: Forward | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = "torch"
         self.vocabulary = decoder.vocabulary
         self.context = context
         self.free_width = 0
+        self.max_width, self.chunk = MAX_NODES, CHUNK
+        self.step_cost: Sequence[tuple[int, float]] = ((1, 1e-3),)
         self.decoder, self.cache = decoder, cache
         self.timing = Timing()
-        self._run = run or self.eager
+        self.run: Forward = self.eager
         self._clock = clock
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -152,12 +168,14 @@ class TorchEngine:
         with self._timed(batch):
             columns = (batch.tokens, batch.layout.positions, batch.slots, batch.asked)
             rows = Rows(*(torch.from_numpy(c).to(self.decoder.device) for c in columns))
-            return self._run(rows, batch.layout)
+            return self.run(rows, batch.layout)
 
     def eager(self, rows: Rows, layout: Layout) -> Tensor:
         """The forward as it comes, for any shape."""
         d = self.decoder
+        began = self._clock()
         plan = d.suite.plan(layout, frozenset(d.config.windows), d.device)
+        self.timing.planning += self._clock() - began
         return forward(d.weights, d.config, rows, self.cache.keys, self.cache.values, plan, d.suite)
 
     def _walk(self, batch: Batch, logits: Tensor) -> Paths:
@@ -215,7 +233,7 @@ class TorchEngine:
     def _timed(self, batch: Batch) -> Iterator[None]:
         began = self._clock()
         yield
-        self.timing.forward += self._clock() - began
+        self.timing.run += self._clock() - began
         self.timing.rows += batch.layout.rows
 
 

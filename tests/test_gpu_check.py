@@ -1,0 +1,22 @@
+"""The GPU check's dry run, and the Triton kernels through the compiler for the GPUs it is meant for."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.slow
+def test_the_dry_run_passes(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    command = [str(ROOT / "scripts" / "gpu_check"), "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "all parts passed" in done.stdout
+    assert (tmp_path / "out.json").stat().st_size > 500
