@@ -171,7 +171,9 @@ class LlamaEngine:
         idle = [s for s in self._slots if not s.busy]
         best = max(idle, key=lambda s: (common_prefix(s.tokens, tokens), -s.used), default=None)
         if best is not None and 2 * common_prefix(best.tokens, tokens) > len(best.tokens):
-            return best  # most of what it holds serves again: another chat's slot, that shares a system prompt, does not
+            return (
+                best  # most of what it holds serves again: another chat's slot, that shares a system prompt, does not
+            )
         if len(self._slots) < self._limit:
             cells = self.context + ROWS
             new = Slot(Context(self._model, cells, self.max_width + 1, threads=self._threads, batch=ROWS, exact=True))
