@@ -17,7 +17,10 @@ from paceline.scripts.lab.network import OVERHEAD, LinkSpec
 from paceline.scripts.lab.proxy import CHUNK
 
 BULK_SECONDS = 2.0
-HEADERS = {"tun": 1500 / 1448, "proxy": (CHUNK + OVERHEAD) / CHUNK}  # bytes that count against the bandwidth, a payload byte
+HEADERS = {
+    "tun": 1500 / 1448,
+    "proxy": (CHUNK + OVERHEAD) / CHUNK,
+}  # bytes that count against the bandwidth, a payload byte
 
 
 @dataclass
