@@ -68,7 +68,7 @@ def _elsewhere(choice: Choice) -> Place:
     from paceline.edge.vocabulary_cache import vocabulary_file
     from paceline.edge.websocket import Address
     from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import draft_of, vocabulary_of
+    from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
 
     secrets = (choice.key, choice.insecure, choice.authority, choice.certificate)
     addresses = tuple(Address(url, *secrets) for url in choice.urls)
@@ -78,5 +78,6 @@ def _elsewhere(choice: Choice) -> Place:
     except LinkError:
         if draft is None or not choice.alone:
             raise
-        vocabulary = vocabulary_of(draft)
+        known = draft if choice.draft is not None else files_of(choice.pair, None, None).target
+        vocabulary = vocabulary_of(known)
     return Place(addresses, vocabulary, draft)
