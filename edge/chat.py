@@ -92,14 +92,14 @@ class Chat:
 
     async def _watch(self, answer: Answer) -> None:
         """While an answer comes: say when the link breaks and is back, and show what is guessed of the text ahead."""
-        was_up = True
+        was_up: bool | None = None  # it has not been up yet: coming up is no news
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             up = self._alone or self.agent.link.state is State.UP
-            if up != was_up:
+            if was_up is not None and up != was_up:
                 reason = self.agent.link.last_error
                 self.screen.say("[connected again]" if up else f"[resuming: {reason or 'the link is down'}]")
-            was_up = up
+            was_up = up if up or was_up is not None else None
             if answer.generation is not None:
                 self.screen.guess(self._guess(answer))
 

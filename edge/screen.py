@@ -44,12 +44,12 @@ class Screen:
     def piece(self, piece: Piece) -> None:
         """Text that is certain."""
         self._begun = True
+        wiped = self._unguessed()
         parts = [(t.text, t.drafted) for t in piece.tokens]
         if not self._color or "".join(text for text, _ in parts) != piece.text:
             parts = [(piece.text, False)]
         out = "".join(f"{DRAFTED}{self._placed(t)}{PLAIN}" if drafted else self._placed(t) for t, drafted in parts if t)
-        over = CLEAR_RIGHT if self._shown and "\n" in piece.text else ""  # a guess would stay on the line that is left
-        self._write(over + out + self._unguessed())
+        self._write(wiped + out)
 
     def guess(self, text: str) -> None:
         """Show the beginning of `text` dimmed, as far as the line goes; the cursor stays where it is."""
