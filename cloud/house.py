@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.cloud.grammar import Grammars
 from paceline.cloud.limits import Admission, Allowance, Bounds, Owner
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession
@@ -18,6 +19,8 @@ audit = logging.getLogger("paceline.audit")
 
 class Guest(Protocol):
     """A connection, as far as the house knows it."""
+
+    id: str
 
     def send(self, message: Message) -> None: ...
 
@@ -44,6 +47,7 @@ class House:
     nodes: int = 1024
     sessions: int = 64  # of one connection
     session_ttl: float = 60.0
+    grammars: Grammars | None = None  # None: no text can be kept to a grammar
     clock: Callable[[], float] = field(default=lambda: 0.0)
     bounds: Bounds = field(default_factory=Bounds)
     waiting: dict[str, Waiting] = field(default_factory=dict)  # by resume token
@@ -92,9 +96,9 @@ class House:
     def unseat(self, seat: Seat, owner: Owner, *, keep: bool) -> None:
         """The session leaves its connection: to be resumed, or for good."""
         session = seat.session
-        self.seated.pop(session.resume_token, None)
+        entry = self.seated.pop(session.resume_token, None)
         self.admission.leave(seat, owner)
-        note(session, owner, "detached" if keep else session.finish or "ended")
+        note(session, owner, "detached" if keep else session.finish or "ended", entry[0].id if entry else "")
         if keep:
             self._leave(session, owner)
 
@@ -121,11 +125,12 @@ class House:
             del self.waiting[token]
 
 
-def note(session: CloudSession, owner: Owner, end: str) -> None:
+def note(session: CloudSession, owner: Owner, end: str, connection: str) -> None:
     """One line for the audit when a session ends or loses its edge. Whose, how much and how well: never what."""
     c = session.counters
     figures = {
         "key": owner.name,
+        "connection": connection,
         "sid": session.sid,
         "session": session.resume_token[:6],
         "prompt_tokens": len(session.prompt),

@@ -12,10 +12,12 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from paceline.cloud.backup import TopUp
-from paceline.cloud.engine import Engine, Work
+from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
@@ -43,6 +45,9 @@ class Seat:
     handle: int | None = None
     gone: bool = False
     since: float = 0.0  # when its last step ended
+    missed: float = 0.0  # when its tree was left empty, and how long the text was then
+    missed_len: int = 0
+    constraint: Constraint | None = None  # what the text is kept to
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
     trust: float = 1.0  # how often its nodes are taken, for how often it says they are
     own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
@@ -53,12 +58,20 @@ class Seat:
         if self.gone or s.finish or self.unheard:
             return math.inf
         begin = now + self.pause()
-        return max(begin, self.since + s.patience) if s.waiting else begin
+        if not s.waiting:
+            return begin
+        return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
 
     @property
     def unheard(self) -> bool:
         """Has it run as far ahead as it may of what its edge has said to have?"""
         return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
+
+    def stepped(self, now: float, walked_on: bool) -> None:
+        """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        self.since = now
+        if not walked_on:
+            self.missed, self.missed_len = now, len(self.session.committed)
 
 
 @dataclass
@@ -114,7 +127,7 @@ class Scheduler:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
-        seat.since = self._clock()
+        seat.stepped(self._clock(), False)
         self._seats.append(seat)
         self.idle.clear()
         self.wake()
@@ -241,7 +254,8 @@ class Scheduler:
     def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
         s = seat.session
         assert seat.handle is not None
-        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+        mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
     def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
         if seat.gone or result is None:
@@ -255,7 +269,7 @@ class Scheduler:
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
             seat.own = []
         commit = seat.session.apply(plan, result, step)
-        seat.since = self._clock()
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)
@@ -274,4 +288,8 @@ class Scheduler:
 
 
 def _with_plan(work: Work, plan: Plan) -> Work:
-    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)
+    return replace(work, plan=plan)
+
+
+def _mask(constraint: Constraint, committed: tuple[int, ...], walked: Sequence[int]) -> Mask:
+    return constraint.mask((*committed, *walked))

@@ -7,42 +7,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
+from paceline.cloud.grammar import Grammars
 from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
+from paceline.cloud.settings import Settings
 from paceline.protocol.errors import PacelineError
 
+__all__ = ["ENGINES", "Settings", "load_engine", "serve"]
+
 ENGINES = ("llamacpp", "torch", "toy")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a verifier runs. Times in seconds; `width` None: as many nodes as the engine takes."""
-
-    engine: str = "llamacpp"
-    host: str = "127.0.0.1"
-    port: int = 8765
-    context: int = 2048
-    slots: int = 8
-    threads: int | None = None
-    gpu_layers: int = 0
-    width: int | None = None
-    verify_floor: float = 0.0
-    session_ttl: float = 60.0
-    keep_order: bool = True
-    device: str = "auto"  # of the torch engine: auto, cpu, cuda, cuda:N
-    exact: bool = False  # of the torch engine: a row's bits never depend on its batch
-    quant: str | None = None  # of the torch engine: nf4, int8, w4
-    drain_timeout: float = 30.0
-    keys: Path | None = None
-    tls_certificate: Path | None = None
-    tls_key: Path | None = None
-    tls_clients: Path | None = None
 
 
 def load_engine(settings: Settings, model: Path | None) -> Engine:
@@ -105,7 +83,10 @@ async def serve(
         engine.context,
         session_ttl=settings.session_ttl,
         clock=time.perf_counter,
+        bounds=settings.bounds,
     )
+    if vocabulary is not None and getattr(engine, "masks", False):
+        house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
     keys = Keys(settings.keys) if settings.keys is not None else None
     tls = None
     if settings.tls_certificate is not None:

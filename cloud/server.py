@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.keys import Keys
+from paceline.cloud.limits import Owner
 from paceline.cloud.metrics import exposition, own_version, registry
 from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.errors import PacelineError
@@ -88,7 +89,7 @@ async def start(
         if socket.subprotocol != SUBPROTOCOL:
             await socket.close(1002, f"the subprotocol here is {SUBPROTOCOL}")
             return
-        await Connection(SocketChannel(socket), house).serve()
+        await Connection(SocketChannel(socket), house, front.owner(socket.request)).serve()
 
     try:
         return await serve(
@@ -130,8 +131,26 @@ class Front:
                 http.HTTPStatus.UNAUTHORIZED, "text/plain", b"a key is needed: Authorization: Bearer KEY\n"
             )
         if request.headers.get("Upgrade", "").lower() == "websocket":
-            return _busy(b"going away\n") if self._house.draining else None
+            return self._no_room(request)
         return self._page(request.path)
+
+    def owner(self, request: Request | None) -> Owner:
+        """Whose connection this is, with what its key may do by now."""
+        name = self._keys.name_of(request.headers.get("Authorization")) if self._keys and request else None
+        allowance = self._keys.allowance_of(name) if self._keys and name else None
+        return self._house.owner(name or "", allowance)
+
+    def _no_room(self, request: Request) -> Response | None:
+        """Why no websocket may begin here now, if so: before any work was done for it."""
+        if self._house.draining:
+            return _busy(http.HTTPStatus.SERVICE_UNAVAILABLE, b"going away\n")
+        if self._house.connections >= self._house.bounds.connections:
+            return _busy(http.HTTPStatus.SERVICE_UNAVAILABLE, b"as many connections as there may be\n")
+        owner = self.owner(request)
+        limit = owner.allowance.connections
+        if limit is not None and owner.connections >= limit:
+            return _busy(http.HTTPStatus.TOO_MANY_REQUESTS, b"as many connections as this key may have\n")
+        return None
 
     def _page(self, path: str) -> Response:
         match path:
@@ -174,9 +193,9 @@ def tls_context(certificate: Path, key: Path | None, clients: Path | None) -> ss
     return context
 
 
-def _busy(text: bytes, seconds: int = 1) -> Response:
+def _busy(status: http.HTTPStatus, text: bytes, seconds: int = 1) -> Response:
     """What a proxy in front takes for a reason to ask another verifier, and an edge to come again."""
-    response = _response(http.HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", text)
+    response = _response(status, "text/plain", text)
     response.headers["Retry-After"] = str(seconds)
     return response
 

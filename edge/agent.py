@@ -121,6 +121,7 @@ class Agent:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
         held: Sequence[int] = (),
         resume: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
@@ -132,7 +133,7 @@ class Agent:
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
+        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, grammar=grammar, vocabulary_size=size)
         session.restore(held, resume)
         generation = Generation(
             session,
@@ -161,6 +162,7 @@ class Agent:
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
         if self.link.state is State.UP:
             self._open(generation)
+            self._wake.set()  # there is time to draft while it opens
         else:
             self._waiting.append(generation)
 
@@ -246,7 +248,7 @@ class Agent:
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
             generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
-        generation.prepare(self.policy.waits and self._draft is not None)
+        generation.prepare(self.policy.waits and self._draft is not None, self._clock())
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
@@ -319,6 +321,14 @@ class Agent:
     # ---- drafting
 
     async def _keep_drafting(self) -> None:
+        """Draft until the agent ends. A fault of the draft ends drafting, never an answer: they all go on plainly."""
+        try:
+            await self._draft_on()
+        except Exception:
+            log.exception("drafting failed; answers go on without it")
+            self._draft = None
+
+    async def _draft_on(self) -> None:
         while True:
             self._wake.clear()
             chosen = self._pick()

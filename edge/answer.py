@@ -29,6 +29,7 @@ class Writer(Protocol):
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]: ...
 
@@ -43,6 +44,7 @@ class Ask:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    grammar: str = ""  # a JSON schema that the answer is an instance of
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Answer:
             ask.max_tokens,
             stop_ids=ask.stop_ids,
             logprobs=ask.logprobs,
+            grammar=ask.grammar,
             report=self._began,
         )
         async with aclosing(events):

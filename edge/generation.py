@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.planner import MARGIN, Horizon, patience, to_run, to_send
+from paceline.edge.planner import IDLE, LEAST, MARGIN, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.predictor import Predictor
 from paceline.edge.rounds import NEXT_CHANCE, PATIENCE, Rounds
+from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import Message
@@ -54,6 +55,8 @@ class Generation:
     rounds: Rounds | None = None
     fan_out: int = 8  # candidates of a row that become nodes, at most
     rate: float = 0.0  # tokens a second that the agent has made lately
+    switch: Switch = field(default_factory=Switch)
+    ran_at: float = 0.0  # when a row was last run
     frontier: set[int] = field(default_factory=set)
     found: dict[int, Candidates] = field(default_factory=dict)  # by node that was run
     unsent: set[int] = field(default_factory=set)
@@ -67,13 +70,15 @@ class Generation:
         self._last_root = self.session.tree.root
         self.frontier.add(self._last_root)
 
-    def prepare(self, waits: bool) -> None:
+    def prepare(self, waits: bool, now: float) -> None:
         """Before the session is opened: how long shall the cloud wait for nodes where it holds none?"""
-        wait = PATIENCE if self.rounds is not None else 0.0
+        found = Patience(PATIENCE, PATIENCE) if self.rounds is not None else Patience()
         if waits and self.rounds is None and self.horizon.step > 0:
             rate = self.rate or STREAMED / self.horizon.step
-            wait = patience(2 * self.one_way(), self.row_seconds(), NEXT_CHANCE, rate)
-        self.session.patience = self.horizon.patience = wait
+            found = patience(2 * self.one_way(), self.row_seconds(), NEXT_CHANCE, rate)
+        self.session.patience = self.horizon.patience = found
+        self.horizon.begun = self.horizon.missed = now + self.one_way()
+        self.horizon.since = 0
 
     @property
     def seeded(self) -> bool:
@@ -87,11 +92,12 @@ class Generation:
         if f.first_token is None:
             f.first_token = now - self.begun
         f.last_token = now - self.begun
-        self.horizon.observe(now - self.one_way(), commit.step)
+        self.horizon.observe(now - self.one_way(), commit.step, len(event.tokens))
         if commit.step:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)
             f.accepted, f.stale = f.accepted + commit.accepted, f.stale + commit.stale
             f.step_seconds += commit.step
+            self.switch.observe(commit.accepted)
         if self.rounds is not None:
             self.rounds.sent = False
         self._learn(event)
@@ -126,8 +132,15 @@ class Generation:
             return []
         if self.rounds is not None:
             return [(0.0, node) for node in self._round_rows(self.rounds)]
-        step = self.row_seconds()
-        return to_run(self.session.tree, self.horizon, self.frontier, now + step + self.one_way(), step, count)
+        if not self.switch.drafting or not self.frontier:
+            return []
+        tree, step = self.session.tree, self.row_seconds()
+        found = to_run(tree, self.horizon, self.frontier, now + step + self.one_way(), step, count)
+        if not found and now - self.ran_at > IDLE:
+            found = [(LEAST, max(self.frontier, key=lambda n: (tree.reach(n), -n)))]
+        if found:
+            self.ran_at = now
+        return found
 
     def _round_rows(self, rounds: Rounds) -> list[int]:
         overhead = 2 * self.one_way() + self.horizon.step
@@ -169,9 +182,7 @@ class Generation:
         if self.rounds is not None:
             return self._send_round(self.rounds)
         arrival = now + self.one_way()
-        if wait and self._expected(now, wait):
-            return []
-        if wait and self.horizon.arrives and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
+        if wait and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
             return []
         tree = self.session.tree
         ready: dict[int, None] = {}
@@ -185,14 +196,6 @@ class Generation:
         self.horizon.sent(nodes, arrival)
         self.figures.drafted += len(nodes)
         return self.session.send(nodes)
-
-    def _expected(self, now: float, wait: float) -> bool:
-        """The cloud waits for nodes: is one more row worth its time, before it has waited long enough?"""
-        h, tree = self.horizon, self.session.tree
-        if not h.patience or h.arrives or now + wait + self.one_way() > h.begun + h.patience:
-            return False
-        best = max((tree.reach(n) for n in self.frontier), default=-math.inf)
-        return math.exp(best) * NEXT_CHANCE > self.rate * wait
 
     def _send_round(self, rounds: Rounds) -> Sequence[Message]:
         """The whole chain, once it is long enough; an ack where there is none, for which the cloud would wait."""

@@ -31,9 +31,11 @@ class DraftAlone:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]:
         """As the agent's, but every token is the draft's. Raises EngineError when the draft has no room."""
+        assert logprobs is None and not grammar, "not offered here"  # noqa: PT018
         session = EdgeSession(prompt, sampling, max_tokens, stop_ids, vocabulary_size=self._draft.vocabulary.size)
         session.open(0)
         session.receive(Opened(sid=0, committed_len=0, resume="", max_tokens=max_tokens))

@@ -14,8 +14,6 @@ from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
 from paceline.scripts.command_edge import edge
-from paceline.scripts.command_order import order
-from paceline.scripts.command_overhead import overhead
 from paceline.scripts.version import installed
 from typer.core import TyperGroup
 
@@ -102,10 +100,6 @@ def list_models() -> None:
 
 app.add_typer(draft_app, name="draft")
 app.add_typer(bench_app, name="bench")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure; each figure is of one run on this machine.")
-app.add_typer(bench_app, name="bench")
-bench_app.command("overhead")(overhead)
-bench_app.command("order")(order)
 app.command("chat")(chat)
 app.command("edge")(edge)
 app.command("cloud")(cloud)

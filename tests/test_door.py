@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import ssl
 import subprocess
 import time
@@ -14,6 +15,7 @@ import pytest
 from paceline.cloud.connection import House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.keys import Keys
+from paceline.cloud.limits import Bounds
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.edge.websocket import Address, SocketChannel, ask_model
@@ -188,3 +190,45 @@ async def test_draining_lets_running_sessions_end_and_takes_no_new_ones() -> Non
         with pytest.raises(LinkError, match="503"):
             await blocking(get, d.address(), "/readyz", 100)
         await channel.close()
+
+
+@pytest.fixture
+def limited_keys(tmp_path: Path) -> Path:
+    path = tmp_path / "limited"
+    path.write_text(f"laptop {KEY} connections=1\npi {KEY}pi\n")
+    return path
+
+
+async def test_connections_are_limited_before_a_websocket_begins(limited_keys: Path) -> None:
+    async with door(limited_keys) as d:
+        d.house.bounds = Bounds(connections=2)
+        first = await greeted(d.address(key=KEY), d.house)
+        with pytest.raises(LinkError, match="429"):
+            await SocketChannel.connect(d.address(key=KEY))
+        second = await greeted(d.address(key=f"{KEY}pi"), d.house)
+        with pytest.raises(LinkError, match="503"):
+            await SocketChannel.connect(d.address(key=f"{KEY}pi"))
+        await first.close()
+        await asyncio.sleep(0.1)
+        await (await greeted(d.address(key=KEY), d.house)).close()
+        await second.close()
+
+
+async def test_the_audit_tells_whose_session_it_was_and_never_what(
+    keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="paceline.audit"):
+        async with door(keys) as d:
+            channel = await greeted(d.address(key=KEY), d.house)
+            await channel.send(encode(Open(sid=7, prompt=(11, 9, 11), sampling=Sampling(), max_tokens=5)))
+            tokens = 0
+            while tokens < 5:
+                message = decode_from_cloud(await channel.receive())
+                tokens += len(message.tokens) if isinstance(message, Commit) else 0
+            await channel.close()
+    [figures] = [r.figures for r in caplog.records if r.name == "paceline.audit"]  # type: ignore[attr-defined]
+    assert (figures["key"], figures["sid"], figures["tokens"], figures["prompt_tokens"]) == ("laptop", 7, 5, 3)
+    assert (figures["end"], figures["steps"]) == ("length", 5)
+    assert figures["connection"]
+    assert not any(isinstance(v, list | tuple) for v in figures.values())
+    assert KEY not in str(figures)

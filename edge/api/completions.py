@@ -29,7 +29,7 @@ async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = read(await body_of(request), ChatRequest)
     _demand_model(service, asked.model)
-    ask = chat_ask(asked, service.text, await service.context())
+    ask = chat_ask(asked, service.text, await service.welcome())
     return await _answer(request, service, asked, ask, chat=True)
 
 
@@ -37,7 +37,7 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = read(await body_of(request), TextRequest)
     _demand_model(service, asked.model)
-    await service.context()
+    await service.welcome()
     ask = text_ask(asked, service.text)
     echo = service.text.decode(ask.prompt) if asked.echo else ""
     return await _answer(request, service, asked, ask, chat=False, echo=echo)

@@ -6,6 +6,7 @@ honoured are refused, because an answer that silently ignores one would be a wro
 
 import re
 import secrets
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from msgspec import Meta, Struct
 from paceline.edge.answer import Ask
 from paceline.edge.api.errors import ApiError, refused
 from paceline.edge.text import Text, Turn
-from paceline.protocol.messages import MAX_LOGPROBS
+from paceline.protocol.messages import GRAMMAR, MAX_GRAMMAR, MAX_LOGPROBS, Welcome
 from paceline.protocol.sampling import Sampling, TokenId
 
 T = TypeVar("T")
@@ -109,19 +110,19 @@ def read(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"The body is not JSON: {e}") from None
 
 
-def chat_ask(request: ChatRequest, text: Text, context: int) -> Ask:
-    """A chat request as an Ask. `context` is how many tokens prompt and answer may have. Raises ApiError, PacelineError."""
+def chat_ask(request: ChatRequest, text: Text, cloud: Welcome) -> Ask:
+    """A chat request as an Ask for that verifier. Raises ApiError, PacelineError."""
     _demand_one(request.n, "n")
     if request.functions or (request.tools and request.tool_choice != "none"):
         raise refused('This server calls no tools; leave `tools` out, or set `tool_choice` to "none".', "tools")
     if request.top_logprobs is not None and not request.logprobs:
         raise refused("`top_logprobs` needs `logprobs` to be true.", "top_logprobs", "invalid_value")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise refused("This verifier does not constrain its output; leave `response_format` out.", "response_format")
     prompt = text.prompt([_turn(m, i) for i, m in enumerate(request.messages)])
     limit = request.max_completion_tokens or request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _ask(request, text, prompt, limit or max(context - len(prompt), 1), logprobs)
+    room = max(cloud.context - len(prompt), 1)
+    ask = _ask(request, text, prompt, limit or room, logprobs)
+    return replace(ask, grammar=_grammar(request.response_format, cloud))
 
 
 def text_ask(request: TextRequest, text: Text) -> Ask:
@@ -139,6 +140,26 @@ def _ask(request: Common, text: Text, prompt: list[int], max_tokens: int, logpro
     if not prompt:
         raise ApiError(400, "The prompt is empty.", param="prompt", code="invalid_prompt")
     return Ask(tuple(prompt), _sampling(request), max_tokens, tuple(text.end_tokens), request.stops, logprobs)
+
+
+def _grammar(form: ResponseFormat | None, cloud: Welcome) -> str:
+    """The JSON schema that the answer has to keep to; empty: it is free."""
+    if form is None or form.type == "text":
+        return ""
+    if GRAMMAR not in cloud.features:
+        text = "This verifier cannot keep its text to a grammar; leave `response_format` out, or ask for JSON in words."
+        raise refused(text, "response_format")
+    if form.type == "json_object":
+        return '{"type": "object"}'
+    schema = (form.json_schema or {}).get("schema")
+    if not isinstance(schema, dict):
+        raise refused(
+            "`json_schema` has no `schema` that is an object.", "response_format.json_schema", "invalid_value"
+        )
+    encoded = msgspec.json.encode(schema).decode()
+    if len(encoded) > MAX_GRAMMAR:
+        raise refused(f"The schema is longer than {MAX_GRAMMAR} characters.", "response_format", "invalid_value")
+    return encoded
 
 
 def _sampling(request: Common) -> Sampling:

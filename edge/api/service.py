@@ -15,6 +15,7 @@ from paceline.edge.api.errors import ApiError
 from paceline.edge.api.metrics import Metrics
 from paceline.edge.link import State
 from paceline.edge.text import Text
+from paceline.protocol.messages import Welcome
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -36,8 +37,8 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def context(self) -> int:
-        """Tokens that prompt and answer may have. Raises ApiError (502, 503) where there is no verifier to ask."""
+    async def welcome(self) -> Welcome:
+        """What the verifier said of itself. Raises ApiError (502, 503) where there is none to ask."""
         link, deadline = self.agent.link, asyncio.get_running_loop().time() + self.patience
         while link.state is not State.UP:
             if link.state is State.REFUSED:
@@ -47,7 +48,7 @@ class Service:
                 raise ApiError(503, f"The verifier cannot be reached{reason}", code="cloud_unreachable", retry_after=5)
             await asyncio.sleep(POLL_SECONDS)
         assert link.welcome is not None
-        return link.welcome.context
+        return link.welcome
 
     @asynccontextmanager
     async def running(self, answer: Answer) -> AsyncIterator[AsyncGenerator[Piece, None]]:

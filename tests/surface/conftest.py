@@ -25,6 +25,7 @@ import pytest
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
 from paceline.cloud.engines.llamacpp import LlamaEngine
+from paceline.cloud.grammar import Grammars
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start
 from paceline.edge.agent import Agent
@@ -51,6 +52,7 @@ class System:
     service: Service
     verifier: str
     url: str
+    vocabulary: Path
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the system's own loop and wait for it."""
@@ -68,6 +70,7 @@ async def cloud_at(engine: Engine, vocabulary: Path) -> AsyncIterator[tuple[str,
     thread = OneThread("engine")
     scheduler = Scheduler(engine, thread, time.perf_counter)
     house = House(scheduler, engine.name, engine.vocabulary, engine.context, clock=time.perf_counter)
+    house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
     server = await start(house, "127.0.0.1", 0, vocabulary)
     stepping = asyncio.create_task(scheduler.run())
     yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}", scheduler
@@ -100,7 +103,7 @@ def running_system(
         agent = await stack.enter_async_context(running_agent(settings, text, chosen))
         service = Service(agent, text, "smollm2", "test", keys, patience=5)
         address = await stack.enter_async_context(listening(application(service), "127.0.0.1", 0))
-        return System(loop, scheduler, agent, text, service, url, address)
+        return System(loop, scheduler, agent, text, service, url, address, vocabulary)
 
     try:
         yield asyncio.run_coroutine_threadsafe(bring_up(), loop).result(120)

@@ -147,7 +147,7 @@ def test_the_tree_and_the_lanes_are_drawn(page: Page) -> None:
 def test_a_long_answer_is_followed_unless_one_reads_above(page: Page) -> None:
     page.set_viewport_size({"width": 1000, "height": 420})
     ask(page, STORY, 220)
-    until(page, """(m => m.scrollHeight > m.clientHeight + 40 && m.scrollHeight - m.scrollTop - m.clientHeight < 60)
+    until(page, """(m => m.scrollHeight > m.clientHeight + 150 && m.scrollHeight - m.scrollTop - m.clientHeight < 60)
                    (document.getElementById('messages'))""", 60)  # fmt: skip
     page.evaluate("document.getElementById('messages').scrollTop = 0")
     length = len(answer(page))
