@@ -22,6 +22,10 @@ from paceline.protocol.messages import Commit
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+DOUBTLESS, MEMORY = (
+    8.0,
+    0.97,
+)  # nodes that an edge is believed at first; what is left of a step's outcome after the next
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -42,7 +46,8 @@ class Seat:
     gone: bool = False
     since: float = 0.0  # when its last step ended
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
-    trust: float = 1.0  # how often its nodes are taken, for how often it says they are
+    promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
+    taken: float = 0.0  # nodes that were
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
@@ -51,6 +56,15 @@ class Seat:
             return math.inf
         begin = now + self.pause()
         return max(begin, self.since + s.patience) if s.waiting else begin
+
+    @property
+    def doubt(self) -> float:
+        """Log of how far its edge's word is good: 0 for one that is right as often as it says, or new here."""
+        return min(math.log((self.taken + DOUBTLESS) / (self.promised + DOUBTLESS)), 0.0)
+
+    def learn(self, promised: float, taken: int) -> None:
+        self.promised = MEMORY * self.promised + promised
+        self.taken = MEMORY * self.taken + taken
 
     @property
     def unheard(self) -> bool:
@@ -152,7 +166,7 @@ class Scheduler:
         results, spent = await self._run(lambda: self._verify([work for _, work in batch]))
         elapsed = self._clock() - begin
         if elapsed < self.floor:
-            await asyncio.sleep(self.floor - elapsed)
+            await asyncio.sleep(min(self.floor - elapsed, self.floor))  # even if the clock went back
         step = self._clock() - begin
         rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
         if all(work.choose for _, work in batch):
@@ -201,14 +215,21 @@ class Scheduler:
         return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
-        """The nodes that pay for their rows, the likeliest of all sessions first."""
+        """The nodes that pay for their rows: first each session's best within its part of the width, then the likeliest of all.
+
+        An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
+        """
         offers = {seat: seat.session.plan(self.width) for seat in seats}
-        reach = [(seat.session.tree.reach(n), seat) for seat, plan in offers.items() for n in plan.nodes]
-        reach.sort(key=lambda r: -r[0])
-        gains = [r for r, _ in reach[: self.width]]
+        part = self.width // max(len(seats), 1)
+        reach = []
+        for seat, plan in offers.items():
+            doubt, tree = seat.doubt, seat.session.tree
+            reach += [(i >= part, -tree.reach(n) - doubt, seat) for i, n in enumerate(plan.nodes)]
+        reach.sort(key=lambda r: r[:2])
+        gains = [-r for _, r, _ in reach[: self.width]]
         count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
         taken = dict.fromkeys(offers, 0)
-        for _, seat in reach[:count]:
+        for _, _, seat in reach[:count]:
             taken[seat] += 1
         return {s: offers[s] if n == len(offers[s].nodes) else s.session.plan(n) for s, n in taken.items()}
 
@@ -223,7 +244,10 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
+        reach = seat.session.tree.reach
+        promised = sum(math.exp(reach(node)) for node in plan.nodes)
         commit = seat.session.apply(plan, result, step)
+        seat.learn(promised, commit.accepted)
         seat.since = self._clock()
         self.figures.count(commit)
         if commit.finish:
