@@ -11,6 +11,7 @@ to be resumed.
 import asyncio
 import secrets
 
+from paceline.cloud.grammar import Constraint
 from paceline.cloud.house import MAX_WAITING, House
 from paceline.cloud.limits import Owner
 from paceline.cloud.scheduler import Seat
@@ -19,6 +20,7 @@ from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.errors import FATAL, HARMLESS, REFUSALS, Code, ProtocolError
 from paceline.protocol.messages import (
+    GRAMMAR,
     VERSION,
     Ack,
     Cancel,
@@ -152,6 +154,7 @@ class Connection:
                 sessions=self._house.sessions,
                 session_ttl=self._house.session_ttl,
                 verify_floor=self._house.scheduler.floor,
+                features=(GRAMMAR,) if self._house.grammars is not None else (),
             )
         )
 
@@ -167,9 +170,12 @@ class Connection:
             raise ProtocolError(Code.OVERLOADED, text, opened.sid, retry_after=1.0)
         self._owner.check(opened.sid)
         self._house.admission.check(opened.sid)
+        constraint = self._constraint(opened)
         session, missed = self._resumed(opened)
         self._owner.spend(len(opened.prompt))
-        seat = Seat(session, on_commit=self._commit, on_error=self._failed, pause=self._owner.pause)
+        seat = Seat(
+            session, on_commit=self._commit, on_error=self._failed, pause=self._owner.pause, constraint=constraint
+        )
         self._seats[opened.sid] = seat
         self._last_sid = opened.sid
         committed, left = len(session.committed), session.max_tokens
@@ -178,6 +184,16 @@ class Connection:
             self._commit(commit)
         if not session.finish:
             self._house.seat(self, seat, self._owner)
+
+    def _constraint(self, opened: Open) -> Constraint | None:
+        if not opened.grammar:
+            return None
+        if self._house.grammars is None:
+            raise ProtocolError(Code.UNSUPPORTED, "this verifier does not keep texts to a grammar", opened.sid)
+        try:
+            return self._house.grammars.constraint(opened.grammar)
+        except ProtocolError as e:
+            raise ProtocolError(e.code, e.message, opened.sid) from None
 
     def _resumed(self, opened: Open) -> tuple[CloudSession, list[Commit]]:
         """The very session this edge had before its link was cut, if it still waits; a new one otherwise.

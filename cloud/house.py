@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.cloud.grammar import Grammars
 from paceline.cloud.limits import Admission, Allowance, Bounds, Owner
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession
@@ -46,6 +47,7 @@ class House:
     nodes: int = 1024
     sessions: int = 64  # of one connection
     session_ttl: float = 60.0
+    grammars: Grammars | None = None  # None: no text can be kept to a grammar
     clock: Callable[[], float] = field(default=lambda: 0.0)
     bounds: Bounds = field(default_factory=Bounds)
     waiting: dict[str, Waiting] = field(default_factory=dict)  # by resume token

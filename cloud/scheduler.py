@@ -11,10 +11,13 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
-from paceline.cloud.engine import Engine, Work
+from paceline.cloud.backup import TopUp
+from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
@@ -22,10 +25,9 @@ from paceline.protocol.messages import Commit
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-DOUBTLESS, MEMORY = (
-    8.0,
-    0.97,
-)  # nodes that an edge is believed at first; what is left of a step's outcome after the next
+SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
+DOUBTLESS = 8.0  # nodes for which an edge is believed at first
+MEMORY = 0.97  # what is left of a step's outcome after the next one
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -45,9 +47,13 @@ class Seat:
     handle: int | None = None
     gone: bool = False
     since: float = 0.0  # when its last step ended
+    missed: float = 0.0  # when its tree was left empty, and how long the text was then
+    missed_len: int = 0
+    constraint: Constraint | None = None  # what the text is kept to
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
     promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
     taken: float = 0.0  # nodes that were
+    own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
@@ -55,7 +61,9 @@ class Seat:
         if self.gone or s.finish or self.unheard:
             return math.inf
         begin = now + self.pause()
-        return max(begin, self.since + s.patience) if s.waiting else begin
+        if not s.waiting:
+            return begin
+        return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
 
     @property
     def doubt(self) -> float:
@@ -70,6 +78,12 @@ class Seat:
     def unheard(self) -> bool:
         """Has it run as far ahead as it may of what its edge has said to have?"""
         return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
+
+    def stepped(self, now: float, walked_on: bool) -> None:
+        """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        self.since = now
+        if not walked_on:
+            self.missed, self.missed_len = now, len(self.session.committed)
 
 
 @dataclass
@@ -100,12 +114,20 @@ class Figures:
 
 class Scheduler:
     def __init__(
-        self, engine: Engine, run: Runner, clock: Callable[[], float], *, width: int | None = None, floor: float = 0.0
+        self,
+        engine: Engine,
+        run: Runner,
+        clock: Callable[[], float],
+        *,
+        width: int | None = None,
+        floor: float = 0.0,
+        top_up: TopUp | None = None,
     ) -> None:
+        """`floor`: seconds to which a step is paced. `top_up` drafts where an edge's tree holds too little."""
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock = run, clock
+        self._run, self._clock, self._top_up = run, clock, top_up
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
@@ -117,7 +139,7 @@ class Scheduler:
         return len(self._seats)
 
     def add(self, seat: Seat) -> None:
-        seat.since = self._clock()
+        seat.stepped(self._clock(), False)
         self._seats.append(seat)
         self.idle.clear()
         self.wake()
@@ -143,7 +165,7 @@ class Scheduler:
             self._let_go()
             now = self._clock()
             due = {seat: seat.due(now) for seat in self._seats}
-            seats = [s for s in self._seats if due[s] <= now]
+            seats = [s for s in self._seats if due[s] <= now + SOON]
             if not seats:
                 await self._sleep(min(due.values(), default=math.inf) - now)
                 continue
@@ -158,8 +180,11 @@ class Scheduler:
                 await self._wake.wait()
 
     async def _step(self, seats: Sequence[Seat]) -> None:
-        begin = self._clock()
         seats = [s for s in seats if self._seated(s)]
+        if self._top_up is not None:
+            await self._grow(seats, self._top_up)
+            seats = [s for s in seats if not s.gone]
+        begin = self._clock()
         batch = self._plan(seats)
         if not batch:
             return
@@ -184,6 +209,18 @@ class Scheduler:
         except Exception as e:  # whatever an engine runs into ends these sessions, not the server
             log.exception("the engine failed")
             return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
+
+    async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
+        """Draft for the sessions that are about to choose."""
+        verify = max(self._cost(1), self.floor)
+        for seat in seats:
+            assert seat.handle is not None
+            session = seat.session
+            if len(session.sequence) - self.engine.length(seat.handle) > self.engine.chunk:
+                continue
+            stub = top_up.look(session, self.width)
+            drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids))  # noqa: B023 - awaited at once
+            seat.own = top_up.put(session, stub, drafted)
 
     def _seated(self, seat: Seat) -> bool:
         """Give the session a sequence of the engine if it has none. False if there is no room."""
@@ -236,7 +273,8 @@ class Scheduler:
     def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
         s = seat.session
         assert seat.handle is not None
-        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+        mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
     def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
         if seat.gone or result is None:
@@ -244,11 +282,15 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
-        reach = seat.session.tree.reach
-        promised = sum(math.exp(reach(node)) for node in plan.nodes)
+        own, reach = set(seat.own), seat.session.tree.reach
+        promised = sum(math.exp(reach(node)) for node in plan.nodes if node not in own)
+        seat.learn(promised, sum(plan.nodes[i] not in own for i in result.accepted))
+        if self._top_up is not None and own:
+            self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
+            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+            seat.own = []
         commit = seat.session.apply(plan, result, step)
-        seat.learn(promised, commit.accepted)
-        seat.since = self._clock()
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)
@@ -267,4 +309,8 @@ class Scheduler:
 
 
 def _with_plan(work: Work, plan: Plan) -> Work:
-    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)
+    return replace(work, plan=plan)
+
+
+def _mask(constraint: Constraint, committed: tuple[int, ...], walked: Sequence[int]) -> Mask:
+    return constraint.mask((*committed, *walked))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
+from paceline.cloud.grammar import Grammars
 from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
@@ -84,6 +85,8 @@ async def serve(
         clock=time.perf_counter,
         bounds=settings.bounds,
     )
+    if vocabulary is not None and getattr(engine, "masks", False):
+        house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
     keys = Keys(settings.keys) if settings.keys is not None else None
     tls = None
     if settings.tls_certificate is not None:

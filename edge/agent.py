@@ -23,11 +23,13 @@ from paceline.edge.generation import Generation, share
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
+from paceline.edge.timeline import Timeline
 from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import EngineError, LinkError, PacelineError, ProtocolError
 from paceline.protocol.messages import Commit, Error, Hello, Message, Opened, Welcome
+from paceline.protocol.messages import Draft as DraftMessage
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -74,6 +76,7 @@ class Agent:
         self._generations: dict[int, Generation] = {}  # by the session number they are open under
         self._waiting: list[Generation] = []  # to be opened once the link is up
         self._calls: list[Callable[[], None]] = []  # for the draft, before its next batch
+        self.clock, self.timeline = clock, Timeline(clock)
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.forward_seconds = 0.0  # spent in the draft's forward so far
@@ -95,6 +98,19 @@ class Agent:
         for generation in [*self._waiting, *self._generations.values()]:
             generation.events.put_nowait(LinkError("the agent was closed"))
 
+    @property
+    def generations(self) -> dict[int, Generation]:
+        """Those that are open at the cloud, the newest last. Not to be changed."""
+        return self._generations
+
+    @property
+    def draft(self) -> Draft | None:
+        return self._draft
+
+    def on_draft(self, work: Callable[[], Extended]) -> Awaitable[Extended]:
+        """Run work of the draft where its steps run, one at a time with them."""
+        return self._run(work)
+
     # ---- generating
 
     async def generate(
@@ -105,6 +121,7 @@ class Agent:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
         held: Sequence[int] = (),
         resume: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
@@ -116,7 +133,7 @@ class Agent:
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
+        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, grammar=grammar, vocabulary_size=size)
         session.restore(held, resume)
         generation = Generation(
             session,
@@ -145,6 +162,7 @@ class Agent:
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
         if self.link.state is State.UP:
             self._open(generation)
+            self._wake.set()  # there is time to draft while it opens
         else:
             self._waiting.append(generation)
 
@@ -230,13 +248,15 @@ class Agent:
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
             generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
-        generation.prepare(self.policy.waits and self._draft is not None)
+        generation.prepare(self.policy.waits and self._draft is not None, self._clock())
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
         generation.retries = 0  # what counts are failures without progress in between
         for event in events:
             generation.committed(event, self._clock())
+            commit = event.commit
+            self.timeline.committed(len(event.tokens), commit.step, commit.accepted, commit.held)
             if self._draft is not None:
                 self._calls.append(self._commit_call(generation, event))
             generation.events.put_nowait(event)
@@ -317,6 +337,8 @@ class Agent:
             done = await self._run(lambda: self._work(calls, rows))  # noqa: B023 - awaited at once
             if 0 < done.ran <= MAX_ROWS:
                 self.cost.learn(done.ran, self._clock() - begin)
+            if done.ran:
+                self.timeline.drafted(begin, done.ran)
             self.forward_seconds += done.forward
             for (generation, node), candidates in zip(chosen, done.found, strict=True):
                 self._ran(generation, node, candidates)
@@ -358,6 +380,8 @@ class Agent:
             return
         for message in generation.send(self._clock(), wait):
             self.link.send(message)
+            if isinstance(message, DraftMessage):
+                self.timeline.sent(len(message.tokens))
 
 
 def _told(e: Exception) -> PacelineError:

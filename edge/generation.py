@@ -10,6 +10,7 @@ from paceline.edge.draft import Candidates, Choice, Row
 from paceline.edge.planner import MARGIN, Horizon, patience, to_run, to_send
 from paceline.edge.predictor import Predictor
 from paceline.edge.rounds import NEXT_CHANCE, PATIENCE, Rounds
+from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import Message
@@ -33,6 +34,7 @@ class Figures:
     offered: int = 0  # steps whose last token fell where the draft had candidates
     matched: int = 0  # of those, how often it was among them
     first_token: float | None = None
+    last_token: float = 0.0
     step_seconds: float = 0.0
 
 
@@ -66,13 +68,15 @@ class Generation:
         self._last_root = self.session.tree.root
         self.frontier.add(self._last_root)
 
-    def prepare(self, waits: bool) -> None:
+    def prepare(self, waits: bool, now: float) -> None:
         """Before the session is opened: how long shall the cloud wait for nodes where it holds none?"""
-        wait = PATIENCE if self.rounds is not None else 0.0
+        found = Patience(PATIENCE, PATIENCE) if self.rounds is not None else Patience()
         if waits and self.rounds is None and self.horizon.step > 0:
             rate = self.rate or STREAMED / self.horizon.step
-            wait = patience(2 * self.one_way(), self.row_seconds(), NEXT_CHANCE, rate)
-        self.session.patience = self.horizon.patience = wait
+            found = patience(2 * self.one_way(), self.row_seconds(), NEXT_CHANCE, rate)
+        self.session.patience = self.horizon.patience = found
+        self.horizon.begun = self.horizon.missed = now + self.one_way()
+        self.horizon.since = 0
 
     @property
     def seeded(self) -> bool:
@@ -85,7 +89,8 @@ class Generation:
         f, commit = self.figures, event.commit
         if f.first_token is None:
             f.first_token = now - self.begun
-        self.horizon.observe(now - self.one_way(), commit.step)
+        f.last_token = now - self.begun
+        self.horizon.observe(now - self.one_way(), commit.step, len(event.tokens))
         if commit.step:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)
             f.accepted, f.stale = f.accepted + commit.accepted, f.stale + commit.stale
@@ -167,9 +172,7 @@ class Generation:
         if self.rounds is not None:
             return self._send_round(self.rounds)
         arrival = now + self.one_way()
-        if wait and self._expected(now, wait):
-            return []
-        if wait and self.horizon.arrives and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
+        if wait and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
             return []
         tree = self.session.tree
         ready: dict[int, None] = {}
@@ -183,14 +186,6 @@ class Generation:
         self.horizon.sent(nodes, arrival)
         self.figures.drafted += len(nodes)
         return self.session.send(nodes)
-
-    def _expected(self, now: float, wait: float) -> bool:
-        """The cloud waits for nodes: is one more row worth its time, before it has waited long enough?"""
-        h, tree = self.horizon, self.session.tree
-        if not h.patience or h.arrives or now + wait + self.one_way() > h.begun + h.patience:
-            return False
-        best = max((tree.reach(n) for n in self.frontier), default=-math.inf)
-        return math.exp(best) * NEXT_CHANCE > self.rate * wait
 
     def _send_round(self, rounds: Rounds) -> Sequence[Message]:
         """The whole chain, once it is long enough; an ack where there is none, for which the cloud would wait."""

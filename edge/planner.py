@@ -13,13 +13,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from paceline.protocol.cost import Patience
 from paceline.protocol.tree import Tree
 
 DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
 LEAST = math.log(8e-3)  # nodes less useful than this are not run
-SENT = math.log(0.02)  # nodes less useful than this are not sent
+SENT = math.log(0.012)  # nodes less useful than this are not sent
 PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
-PATIENT = 1.0  # by how much waiting must be better than stepping
+PATIENT = 1.4  # by how much waiting must be better than stepping
 MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
 
 
@@ -32,12 +33,15 @@ class Horizon:
 
     begun: float = 0.0
     step: float = 0.0
-    patience: float = 0.0  # for which it waits where it holds nothing
+    patience: Patience = field(default_factory=Patience)
+    missed: float = 0.0  # when it was left without a node
+    since: int = 0  # tokens committed since
     arrives: dict[int, float] = field(default_factory=dict)
 
-    def observe(self, made: float, seconds: float) -> None:
-        """The cloud made a commit at time `made`, after a step of so many seconds, and began the next step."""
+    def observe(self, made: float, seconds: float, tokens: int) -> None:
+        """The cloud committed `tokens` at time `made`, after a step of so many seconds, and may begin the next step."""
         self.begun = made
+        self.since += tokens
         if seconds > 0:
             self.step = 0.8 * self.step + 0.2 * seconds if 0 < self.step < 2 * seconds else seconds
 
@@ -47,13 +51,24 @@ class Horizon:
 
     def keep(self, tree: Tree) -> None:
         """Forget nodes that are gone."""
-        root = tree.root
+        root, held = tree.root, bool(self.arrives)
         self.arrives = {n: t for n, t in self.arrives.items() if n > root and tree.state(n) == 0}
+        if held and not self.arrives:
+            self.missed, self.since = self.begun, 0
+
+    def _alone(self, at: float) -> tuple[float, int]:
+        """When the first step begins at or after `at` where the cloud holds nothing, and the tokens committed by then."""
+        now, depth = self.begun, 0
+        while (start := self.patience.start(now, self.missed, self.since + depth)) < at:
+            now, depth = start + self.step, depth + 1
+        return start, depth
 
     def starts_between(self, early: float, late: float) -> bool:
         """Does a step of the cloud begin within (early, late]?"""
         if self.step <= 0 or late - early >= self.step:
             return True
+        if not self.arrives:
+            return self._alone(early)[0] <= late
         return math.floor((late - self.begun) / self.step) > math.floor((early - self.begun) / self.step)
 
     def passed(self, tree: Tree, node: int, at: float) -> int:
@@ -66,7 +81,9 @@ class Horizon:
             times.append(self.arrives[node])
             node = tree.parent(node)
         times.reverse()
-        now, depth, n = self.begun + (0.0 if self.arrives else self.patience), 0, len(times)
+        if not self.arrives:
+            return self._alone(at)[1]
+        now, depth, n = self.begun, 0, len(times)
         while now < at:
             while depth < n and times[depth] <= now:
                 depth += 1
@@ -77,18 +94,18 @@ class Horizon:
         return depth
 
 
-def patience(round_trip: float, row: float, acceptance: float, rate: float) -> float:
-    """Seconds for which the cloud had better wait for nodes where it holds none; 0: a step without them is better.
+def patience(round_trip: float, row: float, acceptance: float, rate: float) -> Patience:
+    """For how long the cloud had better wait for nodes where it holds none.
 
-    After a round trip and k rows of `row` seconds it has k nodes, a + a^2 + ... + a^k tokens more with a the `acceptance`.
-    That must beat `rate`, the tokens a second made otherwise; and the last node must be worth its row.
+    `rate`: tokens a second made otherwise; `acceptance` a of a node whose parent was taken. After one plain step the k-th
+    node adds a^(k+1) tokens for a row's time: k is the largest for which that beats the rate, and the wait may be as long
+    as what all k add would otherwise take.
     """
-    nodes = 1
-    while nodes < PATIENT_NODES and acceptance ** (nodes + 1) > rate * row:
+    nodes = 0
+    while nodes < PATIENT_NODES and acceptance ** (nodes + 2) > rate * row:
         nodes += 1
-    wait = round_trip + nodes * row + MARGIN
-    gain = sum(acceptance**k for k in range(1, nodes + 1))
-    return wait if gain > PATIENT * rate * wait else 0.0
+    gain = sum(acceptance ** (k + 1) for k in range(1, nodes + 1))
+    return Patience(gain / (PATIENT * rate), round_trip + nodes * row + MARGIN, row) if nodes else Patience()
 
 
 def late(horizon: Horizon, tree: Tree, node: int, at: float, cache: dict[int, int]) -> int:

@@ -12,7 +12,8 @@ class Policy:
 
     `rounds`: tokens of a round, 0 as many as pay; None: no rounds. `outcomes`: how many outcomes of a round are prepared
     while it is on its way. `candidates`: of a row that become nodes, at most. `waits`: whether the cloud may wait for
-    nodes instead of stepping without. `backup`: what the verifier drafts by itself where it holds nothing.
+    nodes instead of stepping without. `backup`: what the verifier drafts by itself where it holds too little (none, repeats,
+    model), and `backup_length` tokens of it for a step, 0 as many as pay.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Policy:
     candidates: int = 8
     waits: bool = True
     backup: str = "none"
+    backup_length: int = 0
 
     def new_rounds(self) -> Rounds | None:
         return None if self.rounds is None else Rounds(self.rounds, self.outcomes)
@@ -49,4 +51,6 @@ def policy(name: str) -> Policy:
             chosen = replace(chosen, **{key: value if key == "backup" else int(value)})  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
+    if chosen.backup == "model":
+        chosen = replace(chosen, waits=False)  # what the cloud would wait for it drafts itself
     return replace(chosen, name=name)

@@ -59,6 +59,10 @@ class Text:
     def decoder(self) -> "Decoder":
         return Decoder(self._model)
 
+    def piece(self, token: int) -> bytes:
+        """Bytes of a token as it is spelt, control tokens too; none for an id that is not in the vocabulary."""
+        return self._model.piece(token, special=True) if token < self.vocabulary.size else b""
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of whole sequences of tokens; control tokens have none."""
         decoder = self.decoder()

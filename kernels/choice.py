@@ -100,10 +100,12 @@ def choose(logits: Tensor, rows: Tensor, forest: Forest, choices: Choices) -> tu
         x = adjusted(x.double(), rows, choices.adjustment)
     best, tokens = x.max(-1)
     finite = best.isfinite()
-    drawn = [i for i, p in enumerate(params) if not p.greedy and finite[i]]
-    if drawn:
-        positions = forest.positions[rows[drawn]]
-        tokens[drawn] = _draw(x[drawn], best[drawn], [params[i] for i in drawn], positions)
+    scored = finite.tolist()
+    for draw, kind in ((_draw_filtered, True), (_draw_from_all, False)):
+        own = [i for i, p in enumerate(params) if scored[i] and not p.greedy and _filters(p) is kind]
+        if own:
+            mine = x if len(own) == len(x) else x[own]
+            tokens[own] = draw(mine, best[own], [params[i] for i in own], forest.positions[rows[own]])
     return tokens, finite
 
 
@@ -124,29 +126,40 @@ def _filters(p: Sampling) -> bool:
     return not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)
 
 
-def _draw(x: Tensor, high: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
-    """Sampled tokens [n] from adjusted logits [n, V] and their maxima [n].
+def _draw_from_all(x: Tensor, high: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
+    """Sampled tokens [n] from adjusted logits [n, V] and their maxima [n], for rows without filters.
 
     All scores in float32, then the few near the best in float64; a few rows at a time, so that they stay in the cache.
     """
-    seeds = torch.tensor([p.seed for p in params], device=x.device)
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=x.device)
-    least = thresholds(x, params) if any(map(_filters, params)) else None
+    seeds, temperature = _seeds_and_temperatures(params, x.device)
     doubt = 1e-4 + 1e-6 * (high / temperature).abs()  # more than float32 errs near the best
     out = []
-    for some in torch.split(torch.arange(len(x), device=x.device), _ROWS_AT_ONCE):
+    for some in (slice(i, i + _ROWS_AT_ONCE) for i in range(0, len(x), _ROWS_AT_ONCE)):
         rough = x[some].float() / temperature[some, None].float()
         rough -= minus_all_gumbel(seeds[some], positions[some], x.shape[1])
-        if least is not None:
-            rough.masked_fill_(x[some] < least[some, None], -torch.inf)
         best, first = rough.max(-1)
         near = rough >= (best - doubt[some]).float()[:, None]
         for i in (near.sum(-1) > 1).nonzero()[:, 0].tolist():
-            row, ids = some[i], near[i].nonzero()[:, 0]
+            ids, row = near[i].nonzero()[:, 0], some.start + i
             score = x[row, ids].double() / temperature[row] + gumbel(seeds[row], positions[row], ids)
             first[i] = ids[score.argmax()]  # equal scores: the lowest id
         out.append(first)
     return torch.cat(out)
+
+
+def _draw_filtered(x: Tensor, high: Tensor, params: list[Sampling], positions: Tensor) -> Tensor:
+    """As `_draw_from_all`, for rows with filters: only what they leave is scored."""
+    seeds, temperature = _seeds_and_temperatures(params, x.device)
+    row, token = (x >= thresholds(x, params)[:, None]).nonzero(as_tuple=True)
+    score = x[row, token].double() / temperature[row] + gumbel(seeds[row], positions[row], token)
+    best = torch.full_like(temperature, -torch.inf).scatter_reduce_(0, row, score, "amax")
+    winners = torch.where(score == best[row], token, x.shape[1])  # equal scores: the lowest id
+    return torch.full_like(seeds, x.shape[1]).scatter_reduce_(0, row, winners, "amin")
+
+
+def _seeds_and_temperatures(params: list[Sampling], device: torch.device) -> tuple[Tensor, Tensor]:
+    seeds = torch.tensor([p.seed for p in params], device=device)
+    return seeds, torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
 
 
 def thresholds(x: Tensor, params: list[Sampling]) -> Tensor:

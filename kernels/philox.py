@@ -21,17 +21,18 @@ def _blocks(seed: Tensor, position: Tensor, counter: Tensor) -> Tensor:
     64-bit products wrap, but their bits are right, and the mask undoes what a shift makes of the sign. c1 and c3 keep the upper
     halves of the products as well: nobody reads them. Operations are in place: fresh memory costs more than the arithmetic.
     """
-    c0, c1 = counter.clone(), torch.zeros_like(counter)
-    c2, c3 = torch.zeros_like(counter) + (position & _LOW), torch.zeros_like(counter) + ((position >> 32) & _LOW)
-    p0, p1 = torch.empty_like(counter), torch.empty_like(counter)
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    for _ in range(_ROUNDS):
+    p0, p1 = counter * _M0, (position & _LOW) * _M1  # the first round: c1 is 0, c2 and c3 are the position
+    c0, c1 = torch.zeros_like(p0) + ((p1 >> 32) & _LOW ^ k0), torch.zeros_like(p0) + p1
+    c2, c3 = (p0 >> 32).bitwise_and_(_LOW).bitwise_xor_((position >> 32) & _LOW ^ k1), p0
+    p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
+    for _ in range(_ROUNDS - 1):
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
         torch.mul(c0, _M0, out=p0)
         torch.mul(c2, _M1, out=p1)
         torch.bitwise_right_shift(p1, 32, out=c0).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_LOW)
         torch.bitwise_right_shift(p0, 32, out=c2).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_LOW)
         c1, c3, p0, p1 = p1, p0, c3, c1
-        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     return torch.stack((c0, c1.bitwise_and_(_LOW), c2, c3.bitwise_and_(_LOW)), dim=-1)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from paceline.protocol.cost import Patience
 from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.messages import MAX_COMMIT, NODE_WINDOW, WEIGHT_UNIT, Commit, Draft, Open
 from paceline.protocol.sampling import History
@@ -78,7 +79,7 @@ class CloudSession:
         self.prompt: tuple[int, ...] = opened.prompt
         self.sampling = opened.sampling
         self.logprobs = opened.logprobs
-        self.patience = opened.patience
+        self.patience = Patience(opened.patience, opened.response, opened.row)
         self.stop_ids = frozenset(opened.stop_ids)
         self.max_tokens = min(opened.max_tokens, limits.context - len(opened.prompt))
         self.resume_token = resume_token
@@ -156,7 +157,7 @@ class CloudSession:
     @property
     def waiting(self) -> bool:
         """Would the next step begin without a node, where one may still come?"""
-        return self.patience > 0 and len(self.tree) == 0 and self._idle_at < len(self.committed)
+        return self.patience.longest > 0 and len(self.tree) == 0 and self._idle_at < len(self.committed)
 
     def cancel(self) -> None:
         self.finish = self.finish or "cancelled"
@@ -306,7 +307,7 @@ class CloudSession:
 
 def _request(opened: Open) -> Open:
     """`opened` without what changes from one connection to the next."""
-    return msgspec.structs.replace(opened, sid=0, held=(), resume="", patience=0.0)
+    return msgspec.structs.replace(opened, sid=0, held=(), resume="", patience=0.0, response=0.0, row=0.0)
 
 
 def _check(opened: Open, limits: Limits) -> None:

@@ -9,6 +9,7 @@ the hardware; on a CPU it is what pays.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 DECAY = 0.98
 MIN_SECONDS = 1e-6
@@ -58,3 +59,21 @@ def best_count(
         if now > rate:
             best, rate = n, now
     return best
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a step that would begin without a node waits for one; the same rule at both ends. Seconds.
+
+    Nodes are due `response` after the commit that left the tree, and a `row` later for each token committed since. They are
+    waited for if they are due within `longest`.
+    """
+
+    longest: float = 0.0
+    response: float = 0.0
+    row: float = 0.0
+
+    def start(self, now: float, missed: float, since: int) -> float:
+        """When the step begins that could begin `now`, with the tree left at time `missed` and `since` tokens before."""
+        due = missed + self.response + self.row * since
+        return due if now < due <= now + self.longest else now

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from paceline.protocol.cost import Patience
 from paceline.protocol.errors import HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import (
     MAX_NODES_A_DRAFT,
@@ -61,6 +62,7 @@ class EdgeSession:
         stop_ids: Iterable[int] = (),
         logprobs: int | None = None,
         *,
+        grammar: str = "",
         vocabulary_size: int = 2**31,
     ) -> None:
         self.sid = -1  # none yet
@@ -69,7 +71,8 @@ class EdgeSession:
         self.max_tokens = max_tokens
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
-        self.patience = 0.0  # seconds, see `Open`
+        self.grammar = grammar
+        self.patience = Patience()  # see `Open`
         self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
         self.phase = Phase.OPENING
@@ -118,7 +121,10 @@ class EdgeSession:
             held=tuple(self.committed),
             resume=self._resume,
             logprobs=self.logprobs,
-            patience=self.patience,
+            grammar=self.grammar,
+            patience=self.patience.longest,
+            response=self.patience.response,
+            row=self.patience.row,
         )
 
     def send(self, nodes: Iterable[int]) -> list[Draft]:

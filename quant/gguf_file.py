@@ -34,6 +34,7 @@ _SCALARS = {
     12: "<f8",
 }
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+PIECE = 1 << 22  # elements dequantised at a time
 MAX_ENTRIES, MAX_TENSORS, MAX_NAME, MAX_DIMENSIONS = 65_536, 65_536, 65_535, 4
 
 
@@ -183,8 +184,12 @@ class GgufFile:
         kind = gguf.GGMLQuantizationType(info.kind)
         raw = self.raw(name)
         plain = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
+        out = np.empty((len(raw), info.shape[-1]), np.float32)
+        rows = max(1, PIECE // info.shape[-1])  # in pieces: the dequantiser holds several copies of what it is given
         try:
-            wide = raw.view(plain[kind]).astype(np.float32) if kind in plain else gguf.quants.dequantize(raw, kind)
+            for at in range(0, len(raw), rows):
+                part = raw[at : at + rows]
+                out[at : at + rows] = part.view(plain[kind]) if kind in plain else gguf.quants.dequantize(part, kind)
         except NotImplementedError:
             raise WeightsError(f"{self.path.name}: tensor {name!r} is {kind.name}, which is not read here.") from None
-        return np.asarray(wide, dtype=np.float32).reshape(info.shape)
+        return out.reshape(info.shape)

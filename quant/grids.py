@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 32
+PIECE = 1 << 22  # elements packed at a time, since it takes several copies
 
 
 @lru_cache(maxsize=8)
@@ -94,6 +95,11 @@ def packed(w: Tensor, d: Tensor, grid: Grid) -> NDArray[np.uint8]:
     A block is its float16 scale, then its codes: one signed byte each (Q8_0), or nibbles, where byte j holds code j below and
     code j + 16 above (the 4-bit types; the nibble is the code's place in the table).
     """
+    rows = max(1, PIECE // w.shape[1])
+    return np.concatenate([_packed(w[at : at + rows], d[at : at + rows], grid) for at in range(0, len(w), rows)])
+
+
+def _packed(w: Tensor, d: Tensor, grid: Grid) -> NDArray[np.uint8]:
     wide = d.float().unsqueeze(2)
     codes = grid.nearest(w.float().reshape(len(w), -1, BLOCK) / torch.where(wide == 0, 1, wide))
     head = d.half().numpy().view(np.uint8).reshape(*d.shape, 2)

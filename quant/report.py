@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .gguf_file import GgufFile
 from .target import Target, neighbours
@@ -21,15 +23,26 @@ def rounding_errors(draft: Path, target: Target, layers: Sequence[int], rows: to
     for name, info in file.tensors.items():
         if len(info.shape) != 2:
             continue
-        own, w = torch.from_numpy(file.array(name)), _counterpart(name, target, layers, rows)
-        if w is not None and w.shape == own.shape:
-            errors[name] = float((own - w).pow(2).sum() / w.pow(2).sum())
+        w = _counterpart(name, target, layers, rows)
+        if w is not None and w.shape == info.shape:
+            errors[name] = _relative(file.array(name), w)
     return errors
+
+
+def _relative(own: NDArray[np.float32], w: torch.Tensor, piece: int = 4096) -> float:
+    """Squared error over squared size, a few rows at a time."""
+    error = size = 0.0
+    for at in range(0, len(w), piece):
+        part = w[at : at + piece]
+        error += float((torch.from_numpy(own[at : at + piece]) - part).pow(2).sum())
+        size += float(part.pow(2).sum())
+    return error / size if size else 0.0
 
 
 def _counterpart(name: str, target: Target, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor | None:
     if not name.startswith("blk."):
-        return target.tensor(name)[rows]
+        table = target.tensor(name)
+        return table if len(rows) == len(table) else table[rows]
     _, number, rest = name.split(".", 2)
     w = target.tensor(f"blk.{layers[int(number)]}.{rest}")
     turned = target.architecture == "llama" and not target.shape.interleaved and rest.startswith(("attn_q.", "attn_k."))

@@ -4,8 +4,6 @@ Knows the names of the commands and how an error reaches a person. Each command 
 called, so that a device needs no torch and a verifier no llama.cpp.
 """
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +13,8 @@ from paceline.scripts.command_bench import app as bench_app
 from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
-from paceline.scripts.command_order import order
-from paceline.scripts.command_overhead import overhead
+from paceline.scripts.command_edge import edge
+from paceline.scripts.version import installed
 from typer.core import TyperGroup
 
 
@@ -47,10 +45,8 @@ app.add_typer(models_app, name="models")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"paceline {installed_version('paceline')}")
-        except PackageNotFoundError:
-            typer.echo("paceline, from a checkout that is not installed")
+        found = installed()
+        typer.echo(f"paceline {found}" if found else "paceline, from a checkout that is not installed")
         raise typer.Exit
 
 
@@ -104,11 +100,8 @@ def list_models() -> None:
 
 app.add_typer(draft_app, name="draft")
 app.add_typer(bench_app, name="bench")
-bench_app = typer.Typer(no_args_is_help=True, help="Measure; each figure is of one run on this machine.")
-app.add_typer(bench_app, name="bench")
-bench_app.command("overhead")(overhead)
-bench_app.command("order")(order)
 app.command("chat")(chat)
+app.command("edge")(edge)
 app.command("cloud")(cloud)
 app.command("demo")(demo)
 

@@ -3,15 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
 from paceline.cloud.bench_engine import command as engine_command
 from paceline.scripts.command_order import order
 from paceline.scripts.command_overhead import overhead
+from paceline.scripts.lab.cli import app
 
 if TYPE_CHECKING:
     from paceline.cloud.engine import Engine
-
-app = typer.Typer(no_args_is_help=True, help="Measure: engines, overhead, exactness, the round trip.")
 
 
 def _resolve(name: str) -> Path:
@@ -29,3 +27,5 @@ def _make(engine: str, model: Path, *, exact: bool, quant: str | None, device: s
 app.command("engine")(engine_command(_resolve, _make))
 app.command("order")(order)
 app.command("overhead")(overhead)
+
+__all__ = ["app"]

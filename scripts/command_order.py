@@ -20,7 +20,7 @@ def order(
     from dataclasses import asdict
 
     from paceline.edge.text import Text
-    from paceline.scripts.lab.order import measure
+    from paceline.scripts.lab.llama_order import measure
     from paceline.scripts.pairs import files_of, vocabulary_of
 
     files = files_of(pair, target, draft)

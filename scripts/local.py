@@ -1,10 +1,12 @@
 """A verifier of one's own: the same `paceline cloud` that runs elsewhere, as a child process on this machine."""
 
+import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 
 from paceline.protocol.errors import PacelineError
 
@@ -50,3 +52,15 @@ def _reason(said: str) -> str:
     return (
         own[-1] if own else f"the local verifier ended before it was ready: {lines[-1] if lines else 'it said nothing'}"
     )
+
+
+def when_stdin_ends(then: Callable[[], object]) -> None:
+    """Call `then` on the running loop when standard input ends: a parent that is killed takes its child along."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        loop.call_soon_threadsafe(then)
+
+    Thread(target=wait, daemon=True, name="stdin").start()

@@ -27,8 +27,7 @@ PROMPT = [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED, EVERYTHING], ids=["greedy", "seeded", "everything"])
-@pytest.mark.parametrize("noise", [0.0, 1.0, 30.0])
-@pytest.mark.parametrize("rtt", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize(("noise", "rtt"), [(0.0, 0.05), (1.0, 0.0), (1.0, 0.3), (30.0, 0.05)])
 def test_the_text_is_the_targets_own(sampling: Sampling, noise: float, rtt: float) -> None:
     async def main() -> tuple[list[int], Generation]:
         verifier = Verifier()
@@ -62,7 +61,7 @@ def test_a_perfect_draft_hides_the_round_trip() -> None:
     assert run(main(True)) < 0.6 * 100 * FLOOR
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_cuts_in_the_middle_lose_nothing(seed: int) -> None:
     """Cut at random moments: before the answer, between frames, while nodes are on their way."""
 

@@ -260,3 +260,21 @@ def test_figures_add_up() -> None:
         assert f.step_seconds == pytest.approx(40 * FLOOR)
 
     run(main())
+
+
+def test_a_sleeper_that_is_woken_a_hair_early_does_not_spin() -> None:
+    """Patience that ends within the resolution of the clock has ended, or virtual time would stand still."""
+
+    async def main() -> int:
+        room = Room(Recorder())
+        seat = room.enter(1)
+        seat.session.patience = 0.1
+        assert seat.session.waiting
+        await asyncio.sleep(0.05)
+        assert not room.text(1)
+        seat.since = asyncio.get_running_loop().time() + 5e-10 - 0.1
+        room.scheduler.wake()
+        await asyncio.sleep(FLOOR + 0.01)
+        return len(room.text(1))
+
+    assert run(main()) >= 1

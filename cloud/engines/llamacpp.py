@@ -37,6 +37,8 @@ class Slot:
 
 
 class LlamaEngine:
+    masks = True  # its choice is made on the host, where a grammar can be laid over the logits
+
     def __init__(
         self,
         path: str | Path,

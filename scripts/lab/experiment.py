@@ -6,13 +6,14 @@ and the link delays frames. The target is a recording. What happened is a `Run`,
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from paceline.cloud.backup import Repeats, TopUp
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.engines.replay import ReplayEngine
 from paceline.cloud.scheduler import Scheduler
-from paceline.edge.agent import Agent
+from paceline.edge.agent import Agent, Runner
 from paceline.edge.draft import Extended
 from paceline.edge.generation import Generation
 from paceline.edge.policies import Policy
@@ -22,9 +23,9 @@ from paceline.protocol.errors import PacelineError
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
 from paceline.scripts.lab.edges import EdgeCost
-from paceline.scripts.lab.memo import Memo, MemoDraft
+from paceline.scripts.lab.memo import Memo, MemoBackup, MemoDraft
 from paceline.scripts.lab.network import Carried, LinkChannel, LinkSpec
-from paceline.scripts.lab.virtual import MemoryChannel, run, run_engine
+from paceline.scripts.lab.virtual import MemoryChannel, Meter, run
 
 SETTLE = 1.0  # seconds before the question: the link's round trip is then known
 
@@ -90,7 +91,9 @@ def answer(bench: Bench, case: Case, setting: Setting, events: Events | None = N
 async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) -> Run:
     clock = asyncio.get_running_loop().time
     engine = ReplayEngine("target", bench.vocabulary, {(case.prompt, case.sampling): case.text})
-    scheduler = Scheduler(engine, run_engine, clock, floor=setting.verify, width=setting.width)
+    meter = Meter()
+    top_up = _top_up(bench, case, setting, meter)
+    scheduler = Scheduler(engine, meter.run, clock, floor=setting.verify, width=setting.width, top_up=top_up)
     house = House(scheduler, engine.name, bench.vocabulary, engine.context, clock=clock)
     tasks = [asyncio.create_task(scheduler.run())]
 
@@ -152,7 +155,20 @@ async def _ask(agent: Agent, case: Case, clock: Callable[[], float], events: Eve
     )
 
 
-def _runner(cost: EdgeCost, events: Events) -> Callable[[Callable[[], Extended]], Awaitable[Extended]]:
+def _top_up(bench: Bench, case: Case, setting: Setting, meter: Meter) -> TopUp | None:
+    """The policy's backup. A draft model beside the target is the edge's own draft, at the edge's own cost."""
+    match setting.policy.backup:
+        case "none":
+            return None
+        case "repeats":
+            return TopUp(Repeats(), setting.policy.backup_length)
+        case "model":
+            return TopUp(MemoBackup(bench.memo, case, setting.edge.first, meter), setting.policy.backup_length)
+        case other:
+            raise PacelineError(f"backup {other!r} is not known; there are none, repeats and model")
+
+
+def _runner(cost: EdgeCost, events: Events) -> Runner:
     async def run_draft(work: Callable[[], Extended]) -> Extended:
         begin = asyncio.get_running_loop().time()
         done = work()

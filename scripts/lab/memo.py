@@ -16,10 +16,11 @@ import numpy.typing as npt
 from paceline.edge.candidates import FAN_OUT, candidates
 from paceline.edge.draft import Candidates, Choice, Extended, Row
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.sampling import History
+from paceline.protocol.sampling import History, Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
 from paceline.scripts.lab.forest import Forest
+from paceline.scripts.lab.virtual import Meter
 
 Digest = bytes  # of a path: of the prompt, the parameters and the tokens after the prompt
 PREFILL = 8  # rows of text beyond this run in batches of their own, before the tree's
@@ -161,3 +162,17 @@ class MemoDraft:
 
     def close(self, handle: int) -> None:
         self._texts[handle].nodes.clear()
+
+
+class MemoBackup:
+    """A `Backup` over a memo: the draft model beside the target, at `seconds` a token, which `meter` lets pass."""
+
+    def __init__(self, memo: Memo, case: Case, seconds: float, meter: Meter) -> None:
+        self.seconds = seconds
+        self._memo, self._case, self._meter = memo, case, meter
+
+    def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
+        after = tokens[len(self._case.prompt) :]
+        [found] = self._memo.of([(digest_of(self._case, after), after)])
+        self._meter.charge(self.seconds)
+        return int(found.tokens[0]), float(found.confidence[0])

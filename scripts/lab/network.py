@@ -43,13 +43,18 @@ class Carried:
 class Wire:
     """One direction: when does a frame that is handed over now arrive?"""
 
-    def __init__(self, spec: LinkSpec, bandwidth: float, random: Random) -> None:
-        self._spec, self._bandwidth, self._random = spec, bandwidth, random
+    def __init__(self, spec: LinkSpec, bandwidth: float, random: Random, overhead: int = OVERHEAD) -> None:
+        self._spec, self._bandwidth, self._random, self._overhead = spec, bandwidth, random, overhead
         self._free = self._last = 0.0
+
+    @property
+    def busy_until(self) -> float:
+        """When everything handed over so far has left."""
+        return self._free
 
     def arrival(self, now: float, size: int) -> float:
         start = max(now, self._free)
-        self._free = start + (8 * (size + OVERHEAD) / self._bandwidth if self._bandwidth else 0.0)
+        self._free = start + (8 * (size + self._overhead) / self._bandwidth if self._bandwidth else 0.0)
         delay = self._spec.round_trip / 2
         if self._spec.jitter:
             delay += self._random.expovariate(1 / self._spec.jitter)

@@ -8,6 +8,7 @@ charged by whoever models it.
 import asyncio
 import selectors
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from paceline.edge.draft import Extended
@@ -82,6 +83,23 @@ class MemoryChannel:
             if not end._closed:
                 end._closed = True
                 end._in.put_nowait(None)
+
+
+@dataclass
+class Meter:
+    """Runs a verifier's work at once, then lets pass what that work says it cost. The scheduler's floor comes on top."""
+
+    seconds: float = 0.0
+
+    def charge(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    async def run(self, work: Callable[[], T]) -> T:
+        result = work()
+        seconds, self.seconds = self.seconds, 0.0
+        if seconds:
+            await asyncio.sleep(seconds)
+        return result
 
 
 def draft_runner(first: float, more: float) -> Callable[[Callable[[], Extended]], Awaitable[Extended]]:

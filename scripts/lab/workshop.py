@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.cloud.engine import Engine
+from paceline.edge.draft import Candidates
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.protocol.sampling import Sampling
@@ -78,9 +79,7 @@ class Workshop:
         return LlamaEngine(self.pair.target, context=CONTEXT, slots=1, threads=self.threads)
 
 
-def outcomes(memo: Memo, case: Case):  # type: ignore[no-untyped-def]
+def outcomes(memo: Memo, case: Case) -> list[tuple[Candidates, int]]:
     """(candidates, the target's token) along the text of a case."""
-    paths = []
-    for i in range(len(case.text)):
-        paths.append((digest_of(case, case.text[:i]), case.text[:i]))
+    paths = [(digest_of(case, case.text[:i]), case.text[:i]) for i in range(len(case.text))]
     return list(zip(memo.of(paths), case.text, strict=True))

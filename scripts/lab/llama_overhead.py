@@ -82,7 +82,8 @@ class Side:
 class CloudThread:
     """A verifier on an event loop of its own, in a thread of this process."""
 
-    def __init__(self, target: Path) -> None:
+    def __init__(self, target: Path, floor: float) -> None:
+        self.floor = floor
         self.engine = LlamaEngine(target, threads=1, slots=2, clock=time.thread_time)
         self.thread = Thread("engine")
         self.port = 0
@@ -94,7 +95,7 @@ class CloudThread:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        scheduler = Scheduler(self.engine, self.thread, time.perf_counter)
+        scheduler = Scheduler(self.engine, self.thread, time.perf_counter, floor=self.floor)
         engine = self.engine
         house = House(scheduler, engine.name, engine.vocabulary, engine.context, clock=time.perf_counter)
         server = await start(house, "127.0.0.1", 0)
@@ -171,10 +172,16 @@ async def _measure(
 
 
 def measure(
-    target: Path, draft: Path, vocabulary: Path, questions: list[str], sampling: Sampling, max_tokens: int
+    target: Path,
+    draft: Path,
+    vocabulary: Path,
+    questions: list[str],
+    sampling: Sampling,
+    max_tokens: int,
+    floor: float,
 ) -> list[Overhead]:
-    """One answer to each question. Seconds are CPU seconds of single threads."""
-    text, cloud = Text(vocabulary), CloudThread(target)
+    """One answer to each question, each step of the verifier paced to `floor` seconds. Sums are of CPU seconds."""
+    text, cloud = Text(vocabulary), CloudThread(target, floor)
     model = LlamaDraft(draft, text.vocabulary, threads=1, clock=time.thread_time)
     try:
         return [asyncio.run(_measure(cloud, model, text, q, sampling, max_tokens)) for q in questions]
