@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 Product = Callable[[Tensor], Tensor]
 
-HEIGHTS = (4, 16, 64)  # rows a tile in exact mode; the first is what the others must agree with
+HEIGHTS = (4, 8, 16, 32, 64)  # rows a tile in exact mode; the first is what the others must agree with
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,23 @@ class Tiled:
     heights: tuple[int, ...]  # ascending; they give the same bits
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = len(x)
-        out = x.new_empty(_padded(rows, self.heights[0]), self.weight.shape[0])
-        x = F.pad(x, (0, 0, 0, len(out) - rows))
-        first = 0
-        while first < len(out):
-            height = max(h for h in self.heights if h <= len(out) - first)
-            torch.mm(x[first : first + height], self.weight.t(), out=out[first : first + height])
-            first += height
-        out = out[:rows]
+        cut = tiles(len(x), self.heights)
+        padded = F.pad(x, (0, 0, 0, sum(cut) - len(x)))
+        out = x.new_empty(len(padded), self.weight.shape[0])
+        for rows, into in zip(torch.split(padded, cut), torch.split(out, cut), strict=True):
+            torch.mm(rows, self.weight.t(), out=into)
+        out = out[: len(x)]
         return out if self.bias is None else out + self.bias
 
 
-def _padded(rows: int, height: int) -> int:
-    return -(-rows // height) * height
+def tiles(rows: int, heights: tuple[int, ...]) -> list[int]:
+    """Heights that cover the rows: each tile reads all of the weight, so up to half of one may stay empty."""
+    out: list[int] = []
+    while rows > 0:
+        whole = max((h for h in heights if h <= rows), default=heights[0])
+        out.append(next((h for h in heights if rows <= h <= 2 * rows), whole))
+        rows -= out[-1]
+    return out
 
 
 def agreeing_heights(weight: Tensor) -> tuple[int, ...]:

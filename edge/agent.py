@@ -321,6 +321,14 @@ class Agent:
     # ---- drafting
 
     async def _keep_drafting(self) -> None:
+        """Draft until the agent ends. A fault of the draft ends drafting, never an answer: they all go on plainly."""
+        try:
+            await self._draft_on()
+        except Exception:
+            log.exception("drafting failed; answers go on without it")
+            self._draft = None
+
+    async def _draft_on(self) -> None:
         while True:
             self._wake.clear()
             chosen = self._pick()

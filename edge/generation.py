@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.planner import MARGIN, Horizon, patience, to_run, to_send
+from paceline.edge.planner import IDLE, LEAST, MARGIN, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.predictor import Predictor
 from paceline.edge.rounds import NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
@@ -55,6 +55,8 @@ class Generation:
     rounds: Rounds | None = None
     fan_out: int = 8  # candidates of a row that become nodes, at most
     rate: float = 0.0  # tokens a second that the agent has made lately
+    switch: Switch = field(default_factory=Switch)
+    ran_at: float = 0.0  # when a row was last run
     frontier: set[int] = field(default_factory=set)
     found: dict[int, Candidates] = field(default_factory=dict)  # by node that was run
     unsent: set[int] = field(default_factory=set)
@@ -95,6 +97,7 @@ class Generation:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)
             f.accepted, f.stale = f.accepted + commit.accepted, f.stale + commit.stale
             f.step_seconds += commit.step
+            self.switch.observe(commit.accepted)
         if self.rounds is not None:
             self.rounds.sent = False
         self._learn(event)
@@ -129,8 +132,15 @@ class Generation:
             return []
         if self.rounds is not None:
             return [(0.0, node) for node in self._round_rows(self.rounds)]
-        step = self.row_seconds()
-        return to_run(self.session.tree, self.horizon, self.frontier, now + step + self.one_way(), step, count)
+        if not self.switch.drafting or not self.frontier:
+            return []
+        tree, step = self.session.tree, self.row_seconds()
+        found = to_run(tree, self.horizon, self.frontier, now + step + self.one_way(), step, count)
+        if not found and now - self.ran_at > IDLE:
+            found = [(LEAST, max(self.frontier, key=lambda n: (tree.reach(n), -n)))]
+        if found:
+            self.ran_at = now
+        return found
 
     def _round_rows(self, rounds: Rounds) -> list[int]:
         overhead = 2 * self.one_way() + self.horizon.step

@@ -20,7 +20,10 @@ DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
 LEAST = math.log(8e-3)  # nodes less useful than this are not run
 SENT = math.log(0.012)  # nodes less useful than this are not sent
 PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
-PATIENT = 1.4  # by how much waiting must be better than stepping
+PATIENT = 2.0  # by how much waiting must be better than stepping
+LOW, HIGH = 0.03, 0.08  # tokens accepted a step below which drafting stops, above which it begins again
+MEMORY, PAUSE, PROBE = 64, 160, 32  # steps
+IDLE = 1.0  # seconds after which a row is run though none is useful: what a row costs may have changed
 MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
 
 
@@ -106,6 +109,36 @@ def patience(round_trip: float, row: float, acceptance: float, rate: float) -> P
         nodes += 1
     gain = sum(acceptance ** (k + 1) for k in range(1, nodes + 1))
     return Patience(gain / (PATIENT * rate), round_trip + nodes * row + MARGIN, row) if nodes else Patience()
+
+
+@dataclass
+class Switch:
+    """Is drafting worth its energy? Off where it gains less than `LOW`, on again where a probe gains more than `HIGH`.
+
+    The gain is what the cloud accepted, a step; it is averaged over about `MEMORY` steps. While off, every `PAUSE` steps
+    there are `PROBE` steps of drafting. The gap between the two bounds keeps it from wavering.
+    """
+
+    on: bool = True
+    gain: float = 1.0
+    steps: int = 0  # since it was switched
+
+    def observe(self, accepted: int) -> None:
+        """A step of the cloud has ended."""
+        self.steps += 1
+        if self.drafting:
+            self.gain += (accepted - self.gain) / min(self.steps % PAUSE + 1 if not self.on else MEMORY, MEMORY)
+        if self.on and self.steps >= MEMORY and self.gain < LOW:
+            self.on, self.steps, self.gain = False, PROBE, 0.0  # a pause comes first
+        elif not self.on and self.drafting and self.steps % PAUSE == PROBE - 1:
+            if self.gain > HIGH:
+                self.on, self.steps = True, 0
+            else:
+                self.gain = 0.0
+
+    @property
+    def drafting(self) -> bool:
+        return self.on or self.steps % PAUSE < PROBE
 
 
 def late(horizon: Horizon, tree: Tree, node: int, at: float, cache: dict[int, int]) -> int:

@@ -58,6 +58,10 @@ def check(target: Target, recipe: Recipe) -> None:
             raise RecipeError(f"{target.name}: rows of {name} have {extents[1]} values, not a multiple of {BLOCK}.")
 
 
+def kept_rows(table: Tensor, ids: Tensor) -> Tensor:
+    return table if len(ids) == len(table) else table[ids]
+
+
 def layer_names(target: Target, i: int) -> list[str]:
     return [n for n in target.names() if n.startswith(f"blk.{i}.")]
 
@@ -79,8 +83,10 @@ def streamed(target: Target, recipe: Recipe, progress: Progress = _silent) -> It
     every = recipe.trim.to_target
     interleave = target.architecture == "llama" and not target.shape.interleaved
     for name in tables(target):
-        table = target.tensor(name)
-        yield name, rounded(table if len(every) == len(table) else table[every], recipe.table)
+        yield (
+            name,
+            rounded(kept_rows(target.tensor(name), every), recipe.table),
+        )  # no name for it: the largest tensors there are
     yield LAST_NORM, target.tensor(LAST_NORM)
     for to, i in enumerate(recipe.layers):
         for name in layer_names(target, i):
@@ -88,6 +94,7 @@ def streamed(target: Target, recipe: Recipe, progress: Progress = _silent) -> It
             if interleave and (".attn_q." in name or ".attn_k." in name):
                 w = neighbours(w, target.shape.head_dim)
             yield new, rounded(w, recipe.grid) if w.dim() == 2 else w
+            del w
         progress(to + 1, len(recipe.layers))
 
 

@@ -19,7 +19,7 @@ from .shipped import PATCH
 
 CONVERSATIONS = 1200
 NOTICE = """This draft is derived from the weights of SmolLM2-135M-Instruct by Hugging Face TB, Apache License 2.0
-(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct). It was rounded and trained with `scripts/make_default_draft`,
+(https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct). It was made with `scripts/make_default_draft`,
 on text written by that model alone, and is distributed under the same licence.
 """
 

@@ -98,6 +98,7 @@ def write_draft(
             writer.add_tensor(name, entry.data, raw_dtype=gguf.GGMLQuantizationType[entry.kind])
         else:
             writer.add_tensor(name, entry.float().contiguous().numpy())
+        del entry  # or it would live on while the next one is made
     writer.add_file_type(FILE_TYPES[min(kinds, key=lambda k: FILE_TYPES[k])] if kinds else 0)
     if token_map is not None and input_map is not None:
         writer.add_array(TOKEN_MAP, token_map.tolist())

@@ -178,11 +178,12 @@ class GgufFile:
             raise WeightsError(f"{self.path.name} has no tensor {name!r}.")
         return self.tensors[name]
 
-    def array(self, name: str) -> NDArray[np.float32]:
-        """The tensor dequantised, float32, rows first; a fresh array."""
+    def array(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
+        """The tensor dequantised, float32, rows first; a fresh array. start, stop: only those rows of a matrix."""
         info = self.info(name)
         kind = gguf.GGMLQuantizationType(info.kind)
         raw = self.raw(name)
+        raw = raw[start:stop] if len(info.shape) == 2 else raw
         plain = {gguf.GGMLQuantizationType.F32: np.float32, gguf.GGMLQuantizationType.F16: np.float16}
         out = np.empty((len(raw), info.shape[-1]), np.float32)
         rows = max(1, PIECE // info.shape[-1])  # in pieces: the dequantiser holds several copies of what it is given
@@ -192,4 +193,4 @@ class GgufFile:
                 out[at : at + rows] = part.view(plain[kind]) if kind in plain else gguf.quants.dequantize(part, kind)
         except NotImplementedError:
             raise WeightsError(f"{self.path.name}: tensor {name!r} is {kind.name}, which is not read here.") from None
-        return out.reshape(info.shape)
+        return out if len(info.shape) == 2 else out.reshape(info.shape)

@@ -32,7 +32,7 @@ class LlamaModel:
 
     def __init__(self, path: Path | str, context: int = 4096, threads: int = 1, batch: int = 512) -> None:
         ll = self._ll = library()
-        self.path = Path(path)
+        self.path, self.threads = Path(path), threads
         ll.llama_backend_init()
         self._quiet = ll.llama_log_callback(lambda *_: None)
         ll.llama_log_set(self._quiet, ctypes.c_void_p(0))
@@ -124,7 +124,11 @@ def log_softmax(x: Logits) -> NDArray[np.float64]:
 def step_cost(
     models: Sequence[LlamaModel], widths: Sequence[int], past: int = 256, repeats: int = 15
 ) -> list[dict[int, float]]:
-    """Seconds a step of each model at each batch width, after `past` tokens: medians, the models taking turns within one run."""
+    """Seconds a step of each model at each batch width, after `past` tokens: medians, the models taking turns within one run.
+
+    With one thread it is processor time, which a busy machine disturbs least; with more, time on the wall.
+    """
+    clock = time.thread_time if all(m.threads == 1 for m in models) else time.perf_counter
     for m in models:
         m.forget()
         m.decode([7] * past, 0, [False] * (past - 1) + [True])
@@ -132,9 +136,9 @@ def step_cost(
     for _ in range(repeats):
         for m, mine in zip(models, times, strict=True):
             for w in widths:
-                start = time.perf_counter()
+                start = clock()
                 m.decode([9] * w, past, [True] * w)
                 m.last()
-                mine[w].append(time.perf_counter() - start)
+                mine[w].append(clock() - start)
                 m.forget(past)
     return [{w: float(np.median(t)) for w, t in mine.items()} for mine in times]

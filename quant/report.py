@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .gguf_file import GgufFile
 from .target import Target, neighbours
@@ -25,16 +23,16 @@ def rounding_errors(draft: Path, target: Target, layers: Sequence[int], rows: to
             continue
         w = _counterpart(name, target, layers, rows)
         if w is not None and w.shape == info.shape:
-            errors[name] = _relative(file.array(name), w)
+            errors[name] = _relative(file, name, w)
     return errors
 
 
-def _relative(own: NDArray[np.float32], w: torch.Tensor, piece: int = 4096) -> float:
+def _relative(file: GgufFile, name: str, w: torch.Tensor, piece: int = 4096) -> float:
     """Squared error over squared size, a few rows at a time."""
     error = size = 0.0
     for at in range(0, len(w), piece):
         part = w[at : at + piece]
-        error += float((torch.from_numpy(own[at : at + piece]) - part).pow(2).sum())
+        error += float((torch.from_numpy(file.array(name, at, at + piece)) - part).pow(2).sum())
         size += float(part.pow(2).sum())
     return error / size if size else 0.0
 

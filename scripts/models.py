@@ -113,25 +113,39 @@ def pair_is_ready(name: str, cache: Path) -> bool:
         return False
     target = cache / MODELS[recipe.target].filename
     there = held(target) == MODELS[recipe.target].size
-    return there and (recipe.draft is None or _as_noted(_draft_path(recipe, target)))
+    return there and (_draft_path(recipe, target) == target or _as_noted(_draft_path(recipe, target)))
 
 
 def _draft_path(recipe: PairRecipe, target: Path) -> Path:
+    how = recipe.shipped or recipe.draft
+    if how is None:
+        return target
     # The name carries the start of the target's hash: a draft of another target is never taken for this one's.
-    return target.with_name(f"{target.stem}.{MODELS[recipe.target].sha256[:8]}.{recipe.draft}.gguf")
+    return target.with_name(f"{target.stem}.{MODELS[recipe.target].sha256[:8]}.{how}.gguf")
 
 
 def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
-    if recipe.draft is None:
+    draft = _draft_path(recipe, target)
+    if draft == target:
         return target
-    model, draft = MODELS[recipe.target], _draft_path(recipe, target)
     with disk_errors(target.parent), FileLock(draft.with_name(f"{draft.name}.lock")):
         if not _as_noted(draft):
-            from paceline.quant.requantise import requantise
-
-            requantise(target, draft, recipe.draft, threads=threads)
-            _note(draft, model)
+            _make_draft(recipe, target, draft, threads)
+            _note(draft, MODELS[recipe.target])
     return draft
+
+
+def _make_draft(recipe: PairRecipe, target: Path, draft: Path, threads: int) -> None:
+    if recipe.shipped is not None:
+        from paceline.quant import drafts_folder
+        from paceline.quant.patch import apply
+
+        apply(drafts_folder() / recipe.shipped / "draft.patch", target, draft)
+        return
+    from paceline.quant.requantise import requantise
+
+    assert recipe.draft is not None
+    requantise(target, draft, recipe.draft, threads=threads)
 
 
 def _note(draft: Path, model: Model) -> None:

@@ -1,7 +1,10 @@
 """The torch references of the kernels against slow obvious code: NumPy's choices, dense attention, arithmetic by hand."""
 
+import json
 import math
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from paceline.protocol import philox as numpy_philox
 from paceline.protocol.sampling import choose
 
 CPU = torch.device("cpu")
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "philox_gumbel.json").read_text())
 SEEDS = [(0, 0), (1, 2), (2**63 - 1, 2**40 + 7), (123456789012345, 77)]
 
 
@@ -24,6 +28,17 @@ def test_noise_is_that_of_the_protocol(seed: int, position: int) -> None:
     of = (torch.tensor(seed), torch.tensor(position), torch.from_numpy(ids))
     assert (philox.words(*of).numpy() == numpy_philox.words(seed, position, ids)).all()
     np.testing.assert_allclose(philox.gumbel(*of).numpy(), numpy_philox.gumbel(seed, position, ids), rtol=0, atol=2e-15)
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['seed']}-{c['position']}")
+def test_noise_is_that_of_the_vectors(case: dict[str, Any]) -> None:
+    seed, position = torch.tensor(case["seed"]), torch.tensor(case["position"])
+    tokens = torch.tensor(case["tokens"])
+    assert philox.words(seed, position, tokens).tolist() == case["words"]
+    np.testing.assert_allclose(philox.gumbel(seed, position, tokens).numpy(), case["gumbel"], rtol=0, atol=4e-15)
+    quick = -philox.minus_all_gumbel(seed[None], position[None], 1024)[0]
+    low = tokens < 1024
+    np.testing.assert_allclose(quick[tokens[low]].numpy(), np.array(case["gumbel"])[low.numpy()], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [0, 5, 70])

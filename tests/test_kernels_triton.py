@@ -1,10 +1,12 @@
 """The Triton kernels against their torch references: compiled where there is a CUDA device, else in Triton's interpreter."""
 
+import json
 import math
 import os
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +48,7 @@ from small_models import write_folder  # noqa: E402
 from torch import Tensor  # noqa: E402
 from trees import generate, random_plan  # noqa: E402
 
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "philox_gumbel.json").read_text())
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DOT_DTYPES = DTYPES if DEVICE == "cuda" else DTYPES[:2]  # the interpreter multiplies the bits of bfloat16 as integers
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -91,6 +94,20 @@ def test_walks(seed: int) -> None:
     ours = choice_triton.walk(logits.to(DEVICE), there(forest), there(choices))  # type: ignore[arg-type]
     for name in ("rows", "count", "token", "finite"):
         assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda c: f"{c['seed']}-{c['position']}")
+def test_noise_is_that_of_the_vectors(case: dict[str, Any]) -> None:
+    """Of two tokens with the noise's difference between their logits, the choice flips as the difference passes zero."""
+    tokens = [t for t in case["tokens"] if t < 4096][:2]
+    a, b = (case["gumbel"][case["tokens"].index(t)] for t in tokens)
+    forest = Forest(*(torch.zeros(1, dtype=torch.int64) for _ in range(5)), deepest=0)
+    forest = replace(forest, parents=torch.tensor([-1]), positions=torch.tensor([case["position"]]))
+    choices = Choices((Sampling(seed=case["seed"], temperature=1.0),))
+    for nudge, winner in ((1e-4, tokens[0]), (-1e-4, tokens[1])):
+        logits = torch.full((1, max(tokens) + 3), -100.0)
+        logits[0, tokens[0]], logits[0, tokens[1]] = b - a + nudge, 0.0
+        assert choice_triton.walk(logits.to(DEVICE), there(forest), choices).token.tolist() == [winner]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("damage", [math.nan, math.inf])

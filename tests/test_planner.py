@@ -1,106 +1,98 @@
-"""The planner's arithmetic against slow, obvious versions of it: what arrives in time, what runs, what is sent."""
+"""The planner: deadlines path by path against a simulation step by step, patience, and the switch."""
 
 import math
 import random
 
 import pytest
-from paceline.edge.planner import LEAST, SENT, Horizon, late, patience, to_run, to_send, usefulness
+from paceline.edge import planner
+from paceline.edge.planner import Horizon, Switch, late, patience, to_run, to_send
+from paceline.protocol.cost import Patience
 from paceline.protocol.tree import Tree
 
-STEP = 0.03
 
-
-def chain(depth: int, weight: float = -0.1) -> tuple[Tree, list[int]]:
-    tree, nodes = Tree(0), [0]
-    for token in range(depth):
-        nodes.append(tree.add(nodes[-1], token, weight))
-    return tree, nodes
-
-
-def horizon(arrives: dict[int, float] | None = None) -> Horizon:
-    return Horizon(begun=0.0, step=STEP, arrives=arrives or {})
-
-
-def passed_slowly(arrivals: list[float], at: float) -> int:
-    """Play the cloud's steps one by one: each eats what has arrived below where it stands, and adds a token."""
-    now, depth = 0.0, 0
+def play(times: list[float], begun: float, step: float, at: float) -> int:
+    """The slow obvious one: the cloud's steps one after another along one path."""
+    depth, now = 0, begun
     while now < at:
-        while depth < len(arrivals) and arrivals[depth] <= now:
+        while depth < len(times) and times[depth] <= now:
             depth += 1
-        depth += 1
-        now += STEP
+        depth, now = depth + 1, now + step
     return depth
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_passed_plays_the_clouds_steps(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(60))
+def test_passed_is_the_cloud_played_forward(seed: int) -> None:
     rng = random.Random(seed)
-    tree, nodes = chain(rng.randrange(1, 8))
-    arrivals = sorted(rng.uniform(0, 0.3) for _ in nodes[1:])
-    h = horizon(dict(zip(nodes[1:], arrivals, strict=True)))
-    at = rng.uniform(0, 0.4)
-    assert h.passed(tree, nodes[-1], at) == passed_slowly(arrivals, at)
+    tree, horizon = Tree(0), Horizon(begun=rng.uniform(0, 0.1), step=rng.uniform(0.01, 0.05))
+    node, times, now = tree.root, list[float](), rng.uniform(-0.1, 0.1)
+    for token in range(rng.randrange(1, 8)):
+        node = tree.add(node, token, -0.1)
+        now += rng.choice([0.0, rng.uniform(0, 0.03)])
+        times.append(now)
+        horizon.sent([node], now)
+    at = rng.uniform(0.0, 0.5)
+    assert horizon.passed(tree, node, at) == play(times, horizon.begun, horizon.step, at)
 
 
-def test_what_is_drafted_late_is_late_by_the_tokens_it_missed() -> None:
-    tree, nodes = chain(3)
-    assert late(horizon(), tree, nodes[0], 0.0, {}) <= 0
-    assert late(horizon(), tree, nodes[0], 3.5 * STEP, {}) == 4
-    assert late(horizon(), tree, nodes[3], 3.5 * STEP, {}) == 1  # three below the root, so three tokens less late
-    assert late(Horizon(), tree, nodes[0], 100.0, {}) == 0  # nothing is known of the cloud yet
+def test_nothing_held_means_one_token_a_step() -> None:
+    tree, horizon = Tree(0), Horizon(begun=1.0, step=0.03)
+    assert horizon.passed(tree, tree.root, 1.1) == 4
+    assert late(horizon, tree, tree.root, 1.1, {}) == 4
+    assert late(horizon, tree, tree.root, 1.0, {}) == 0
 
 
-def test_lateness_makes_useless_where_there_is_no_catching_up() -> None:
-    assert usefulness(-0.5, 0, 0.0) == -0.5
-    assert usefulness(-0.5, 2, 0.0) == -math.inf
-    assert -math.inf < usefulness(-0.5, 2, 0.5) < usefulness(-0.5, 1, 0.5) < -0.5
+def test_a_deep_node_in_time_goes_before_a_likelier_one_that_is_late() -> None:
+    tree, horizon = Tree(0), Horizon(begun=0.0, step=0.03)
+    chain = tree.root
+    for token in range(6):
+        chain = tree.add(chain, token, math.log(0.9))
+    aside = tree.add(tree.root, 99, math.log(0.6))
+    rows = to_run(tree, horizon, [chain, aside], at=0.1, step=0.005, count=2)
+    assert [node for _, node in rows] == [chain, aside]
+    assert to_run(tree, horizon, [aside], at=0.1, step=0.04, count=2) == []  # drafting is slower than the cloud
+    assert to_send(tree, horizon, [aside], at=10.0) == []  # it would come far too late
+    assert to_send(tree, horizon, [aside], at=0.0) == [aside]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_to_run_takes_the_most_useful(seed: int) -> None:
-    rng, tree = random.Random(seed), Tree(0)
-    nodes = [tree.root]
-    for token in range(40):
-        nodes.append(tree.add(rng.choice(nodes), token, -rng.expovariate(1.0)))
-    h, at, count = horizon(), rng.uniform(0, 0.1), rng.randrange(1, 10)
-    gain = 1 - 0.005 / STEP
-    scored = [(usefulness(tree.reach(n), late(h, tree, n, at, {}), gain), n) for n in nodes]
-    expected = sorted((s for s in scored if s[0] > LEAST), reverse=True)[:count]
-    found = to_run(tree, h, nodes, at, 0.005, count)
-    assert [u for u, _ in found] == pytest.approx([u for u, _ in expected])
-    assert len(found) == len(expected)
+def test_messages_wait_for_the_clouds_next_step_and_no_longer() -> None:
+    horizon = Horizon(begun=0.0, step=0.03)
+    horizon.sent([1], 0.0)
+    assert not horizon.starts_between(0.001, 0.02)
+    assert horizon.starts_between(0.02, 0.031)
+    assert horizon.starts_between(0.0, 0.05)
 
 
-def test_to_send_puts_parents_first_and_leaves_out_the_unlikely() -> None:
-    rng, tree = random.Random(3), Tree(0)
-    nodes = [tree.root]
-    for token in range(60):
-        nodes.append(tree.add(rng.choice(nodes), token, -rng.expovariate(1.0)))
-    sent = to_send(tree, horizon(), rng.sample(nodes[1:], 60), 0.0)
-    assert sent
-    assert all(tree.reach(n) > SENT for n in sent)
-    for i, n in enumerate(sent):
-        assert tree.parent(n) == tree.root or tree.parent(n) in sent[:i]
+def test_patience_is_the_same_rule_at_both_ends() -> None:
+    rule = Patience(longest=0.01, response=0.035, row=0.005)
+    assert rule.start(now=0.0, missed=0.0, since=0) == 0.0  # due in 35 ms: too long to wait
+    assert rule.start(now=0.03, missed=0.0, since=1) == pytest.approx(0.04)  # due in 10 ms
+    assert rule.start(now=0.06, missed=0.0, since=2) == 0.06  # overdue: nothing will come
 
 
-def test_a_step_begins_between() -> None:
-    h = horizon()
-    assert not h.starts_between(0.001, 0.029)
-    assert h.starts_between(0.029, 0.031)
-    assert h.starts_between(0.001, 0.001 + STEP)
-    assert Horizon().starts_between(0.0, 0.0)
+def test_patience_only_where_nodes_beat_the_rate() -> None:
+    assert patience(0.0, 0.001, 0.8, 100.0).longest > 0
+    assert patience(0.0, 0.05, 0.8, 100.0) == Patience()  # a row costs five tokens
+    fast, slow = patience(0.0, 0.001, 0.8, 100.0), patience(0.0, 0.005, 0.8, 100.0)
+    assert fast.longest > slow.longest
 
 
-def test_nodes_that_are_gone_are_forgotten() -> None:
-    tree, nodes = chain(3)
-    side = tree.add(nodes[0], 50, -1.0)
-    h = horizon(dict.fromkeys([*nodes[1:], side], 0.01))
-    tree.advance([0])
-    h.keep(tree)
-    assert set(h.arrives) == set(nodes[2:])
+def test_the_switch_goes_off_where_nothing_is_accepted_and_comes_back() -> None:
+    switch = Switch()
+    for _ in range(1000):
+        switch.observe(0)
+    assert not switch.on
+    drafted = 0
+    for _ in range(10 * planner.PAUSE):
+        drafted += switch.drafting
+        switch.observe(0)
+    assert drafted == 10 * planner.PROBE  # it only probes
+    for _ in range(2 * planner.PAUSE):
+        switch.observe(1 if switch.drafting else 0)
+    assert switch.on
 
 
-def test_waiting_pays_for_a_quick_link_and_a_sure_draft_only() -> None:
-    assert patience(0.0, 0.001, 0.95, 33) > 0
-    assert patience(1.0, 0.001, 0.95, 33) == 0
-    assert patience(0.0, 0.02, 0.4, 33) == 0
+def test_the_switch_stays_on_between_its_bounds() -> None:
+    switch = Switch()
+    for i in range(5000):
+        switch.observe(1 if i % 20 == 0 else 0)  # 5 % of a token a step
+        assert switch.on

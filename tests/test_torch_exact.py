@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from paceline.cloud.engines.torch import TorchEngine
-from paceline.cloud.product import HEIGHTS, Tiled, agreeing_heights
+from paceline.cloud.product import HEIGHTS, Tiled, agreeing_heights, tiles
 from paceline.cloud.torch_target import Options, bring_up
 from paceline.cloud.witness import demand_exactness, row_logits
 from paceline.protocol.cloud_session import Plan
@@ -94,6 +94,13 @@ def test_without_exact_mode_the_same_rows_do_differ(tmp_path: Path) -> None:
     object.__setattr__(loose.decoder, "exact", False)
     with pytest.raises(EngineError, match="not exact"):
         demand_exactness(loose)
+
+
+@pytest.mark.parametrize(
+    ("rows", "cut"), [(1, [4]), (4, [4]), (5, [4, 4]), (9, [16]), (20, [16, 4]), (40, [64]), (150, [64, 64, 16, 4, 4])]
+)
+def test_tiles_cover_the_rows_with_little_left_over(rows: int, cut: list[int]) -> None:
+    assert tiles(rows, (4, 16, 64)) == cut
 
 
 def test_heights_agree_on_every_row_of_a_tile() -> None:

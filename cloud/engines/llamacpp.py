@@ -167,11 +167,13 @@ class LlamaEngine:
     # ---- slots
 
     def _pick(self, tokens: Sequence[int]) -> Slot:
-        """The idle slot that shares the longest prefix; an unused one if none shares any."""
+        """The idle slot that shares the longest prefix, if that is most of it; else an unused one, while there is one."""
         idle = [s for s in self._slots if not s.busy]
         best = max(idle, key=lambda s: (common_prefix(s.tokens, tokens), -s.used), default=None)
-        if best is not None and common_prefix(best.tokens, tokens) > 0:
-            return best
+        if best is not None and 2 * common_prefix(best.tokens, tokens) > len(best.tokens):
+            return (
+                best  # most of what it holds serves again: another chat's slot, that shares a system prompt, does not
+            )
         if len(self._slots) < self._limit:
             cells = self.context + ROWS
             new = Slot(Context(self._model, cells, self.max_width + 1, threads=self._threads, batch=ROWS, exact=True))

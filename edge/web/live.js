@@ -3,10 +3,11 @@ import { events, headers } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const SECONDS = 6;
+const FADE = 0.8; // seconds that a tree stays visible, faintly, once nothing is left of it
 let snapshot = null; // the newest
 let entries = []; // what happened in the last seconds, [number, kind, begin, end, count, accepted, held]
 let offset = 0; // the agent's clock minus this page's, in seconds
-const places = new Map(); // node -> where it is drawn now, so that it glides
+const places = new Map(); // node -> where it is drawn now, so that it glides, and what with
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const now = () => performance.now() / 1000;
@@ -69,6 +70,13 @@ function canvas(id) {
   return { pen, width, height };
 }
 
+/** How far below the root each node is; parents come before their children. */
+function depthsOf(nodes) {
+  const depths = new Map([[-1, 0]]);
+  for (const [id, parent] of nodes) depths.set(id, depths.get(parent) + 1);
+  return depths;
+}
+
 /** Rows and depths of the nodes: the likeliest chain runs straight, its rivals hang below. */
 function layout(nodes) {
   const below = new Map();
@@ -84,7 +92,7 @@ function layout(nodes) {
     });
   };
   place(-1, 1, 0);
-  return { placed, rows };
+  return placed;
 }
 
 function spelt(text) {
@@ -99,19 +107,30 @@ function drawTree() {
   if (!tree) return hint(pen, width, height, "The tree appears while an answer is written.");
   const top = 30;
   const root = tail(pen, tree.tail, width, top);
-  const { placed } = layout(tree.nodes);
-  const columns = spread(pen, placed, root, width);
-  const seen = new Set();
+  const depths = depthsOf(tree.nodes);
+  const columns = spread(pen, tree.nodes, depths, root, width);
+  const placed = layout(tree.nodes.filter(([id]) => depths.get(id) < columns.length));
+  const seen = new Set(placed.map(({ node }) => `${tree.sid}.${node[0]}`));
+  ghosts(pen, seen);
   const at = new Map([[-1, { x: root, y: top }]]);
   for (const { node, depth, row } of placed) {
     const goal = { x: columns[depth], y: top + 25 * row };
-    if (goal.x === undefined || goal.y > height - 14) continue;
+    if (goal.y > height - 14 || !at.has(node[1])) continue;
     const place = glide(tree.sid, node[0], goal, at.get(node[1]) ?? goal);
     at.set(node[0], place);
-    seen.add(`${tree.sid}.${node[0]}`);
     branch(pen, at.get(node[1]), place, node);
   }
-  for (const key of places.keys()) if (!seen.has(key)) places.delete(key);
+}
+
+/** Where the next tree has not come yet, the last one as it stood, on its way out. */
+function ghosts(pen, seen) {
+  for (const [key, place] of places) {
+    if (seen.has(key)) continue;
+    place.gone ??= now();
+    const left = seen.size ? 0 : 1 - (now() - place.gone) / FADE;
+    if (left <= 0) places.delete(key);
+    else chip(pen, place, place.label, place.sent, 0.22 * left, 0.4 * left);
+  }
 }
 
 /** The end of the text, running up to the root; returns where the root is. */
@@ -128,9 +147,12 @@ function tail(pen, tokens, width, y) {
 }
 
 /** The x of every depth that fits: a column is as wide as its widest token. */
-function spread(pen, placed, root, width) {
+function spread(pen, nodes, depths, root, width) {
   const widest = [];
-  for (const { node, depth } of placed) widest[depth] = Math.max(widest[depth] ?? 0, pen.measureText(spelt(node[2])).width);
+  for (const [id, , text] of nodes) {
+    const depth = depths.get(id);
+    widest[depth] = Math.max(widest[depth] ?? 0, pen.measureText(spelt(text)).width);
+  }
   const columns = [root];
   let x = root + 22;
   for (let depth = 1; depth < widest.length && x + widest[depth] + 16 < width; depth++) {
@@ -142,17 +164,17 @@ function spread(pen, placed, root, width) {
 
 function glide(sid, id, goal, start) {
   const key = `${sid}.${id}`;
-  const place = places.get(key) ?? { x: start.x, y: start.y };
-  place.x += (goal.x - place.x) * 0.25;
-  place.y += (goal.y - place.y) * 0.25;
+  const place = places.get(key) ?? { x: (start.x + goal.x) / 2, y: goal.y };
+  place.x += (goal.x - place.x) * 0.35;
+  place.y += (goal.y - place.y) * 0.35;
   places.set(key, place);
-  return { ...place, width: 0 };
+  return place;
 }
 
 function branch(pen, from, to, [, , text, weight, sent]) {
-  const label = spelt(text);
-  const width = pen.measureText(label).width + 14;
-  to.width = width;
+  to.label = spelt(text);
+  to.sent = sent;
+  to.width = pen.measureText(to.label).width + 14;
   const likely = Math.max(0.25, Math.exp(weight));
   const x = from.x + (from.width ?? 0);
   pen.globalAlpha = likely;
@@ -163,20 +185,23 @@ function branch(pen, from, to, [, , text, weight, sent]) {
   pen.bezierCurveTo((x + to.x) / 2, from.y, (x + to.x) / 2, to.y, to.x, to.y);
   pen.stroke();
   pen.globalAlpha = 1;
-  pen.fillStyle = color("sheet"); // so that branches pass behind
-  pen.beginPath();
-  pen.roundRect(to.x, to.y - 10, width, 20, 6);
-  pen.fill();
-  pen.globalAlpha = sent ? Math.max(0.22, likely) : Math.max(0.45, likely);
+  chip(pen, to, null, false, 0, 1); // so that branches pass behind
+  chip(pen, to, to.label, sent, sent ? Math.max(0.22, likely) : Math.max(0.45, likely), Math.max(0.75, likely));
+}
+
+function chip(pen, { x, y, width }, label, sent, body, text) {
+  pen.globalAlpha = label === null ? 1 : body;
   pen.fillStyle = sent ? color("draft") : color("sheet");
+  pen.strokeStyle = color("draft");
   pen.lineWidth = 1.25;
   pen.beginPath();
-  pen.roundRect(to.x, to.y - 10, width, 20, 6);
+  pen.roundRect(x, y - 10, width, 20, 6);
   pen.fill();
+  if (label === null) return;
   pen.stroke();
-  pen.globalAlpha = Math.max(0.75, likely);
-  pen.fillStyle = sent && likely > 0.6 ? color("sheet") : color("ink");
-  pen.fillText(label, to.x + 7, to.y + 0.5);
+  pen.globalAlpha = text;
+  pen.fillStyle = sent && body > 0.6 ? color("sheet") : color("ink");
+  pen.fillText(label, x + 7, y + 0.5);
   pen.globalAlpha = 1;
 }
 

@@ -117,13 +117,14 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
     try:
         async with agent:
             await asyncio.sleep(SETTLE)
-            return await _ask(agent, case, clock, events)
+            return await ask(agent, case, clock, events)
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _ask(agent: Agent, case: Case, clock: Callable[[], float], events: Events) -> Run:
+async def ask(agent: Agent, case: Case, clock: Callable[[], float], events: Events) -> Run:
+    """Answer `case` through an agent whose link is up."""
     made: list[Generation] = []
     tokens: list[int] = []
     traffic = replace(agent.link.traffic)

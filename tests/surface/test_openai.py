@@ -343,3 +343,65 @@ def test_the_example_of_the_readme(system: Any, client: openai.OpenAI, capsys: p
     exec(example.replace("http://127.0.0.1:8080", system.url), {})
     own = client.chat.completions.create(model="smollm2", messages=ASK, temperature=0, max_tokens=24)
     assert capsys.readouterr().out == own.choices[0].message.content
+
+
+# ---- what users of such systems ran into
+
+
+def test_the_template_is_applied_once_and_the_text_tokenised_once(client: openai.OpenAI, system: Any) -> None:
+    """The usage tells what the verifier was sent; control tokens spelt in bare text stay text."""
+    for content in ("Name three colours.", " <s>[INST] a  b\n\n", "a\u00a0b 🙂"):
+        messages: list[Any] = [{"role": "user", "content": content}]
+        usage = client.chat.completions.create(model="smollm2", messages=messages, max_tokens=1).usage
+        assert usage is not None
+        assert usage.prompt_tokens == len(system.text.prompt(messages))
+    ids = system.text.prompt(ASK)
+    begin = system.text.plain("<|im_start|>")
+    assert len(begin) > 1, "a control token spelt in bare text would be that token"
+    assert [system.text.piece(i) for i in ids].count(b"<|im_start|>") == 3  # system, user, assistant: once each
+
+
+def test_a_stop_on_the_limit_is_a_stop(client: openai.OpenAI) -> None:
+    """And one token earlier the limit comes first; nothing after either is shown or counted."""
+    asked: dict[str, Any] = dict(model="smollm2", messages=LONG, temperature=0, logprobs=True)
+    whole = client.chat.completions.create(**asked, max_tokens=12).choices[0]
+    assert whole.logprobs is not None
+    tokens = [e.token for e in whole.logprobs.content or []]
+    stop = "".join(tokens[8:10])
+    assert "".join(tokens).index(stop) == len("".join(tokens[:8])), "the stop string comes only there"
+    for limit, finish in ((9, "length"), (10, "stop"), (11, "stop")):
+        cut = client.chat.completions.create(**asked, max_tokens=limit, stop=stop)
+        choice = cut.choices[0]
+        assert choice.finish_reason == finish
+        assert choice.message.content == "".join(tokens[: 9 if finish == "length" else 8])
+        assert cut.usage is not None
+        assert cut.usage.completion_tokens == min(limit, 10)
+        assert choice.logprobs is not None
+        assert [e.token for e in choice.logprobs.content or []] == tokens[: 9 if finish == "length" else 8]
+
+
+def test_what_is_accepted_is_counted_beside_what_was_drafted(client: openai.OpenAI, system: Any) -> None:
+    """Not beyond the end of the text, and not as a share of the few that were sent."""
+
+    def counts() -> dict[str, float]:
+        lines = httpx.get(f"{system.url}/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {
+            name: float(values[f"paceline_{name}_total"])
+            for name in ("tokens", "steps", "drafted_tokens", "accepted_tokens")
+        }
+
+    before = counts()
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Answer with one word: hello"}],
+        temperature=0,
+        max_tokens=64,
+    )
+    after = counts()
+    made = {name: after[name] - before[name] for name in after}
+    assert answer.usage is not None
+    assert made["tokens"] == answer.usage.completion_tokens
+    assert made["accepted_tokens"] + made["steps"] >= made["tokens"]
+    assert made["accepted_tokens"] < made["tokens"]
+    assert made["drafted_tokens"] >= made["accepted_tokens"]

@@ -1,0 +1,120 @@
+"""`paceline plan`: what each policy would make of a link, a verifier and a device, before anything is set up."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from paceline.scripts import options
+
+if TYPE_CHECKING:
+    from paceline.scripts.lab.calibration import Outcomes
+
+TOKENS = 1000  # that bytes, forwards and GPU-seconds are reckoned for
+
+
+def plan(
+    prompts: Annotated[Path, typer.Option(help="Lines of JSON with `turns`: text like what is to be generated.")],
+    rtt: Annotated[float, typer.Option(min=0, max=10, help="Round trip in seconds.")] = 0.05,
+    verify_ms: Annotated[float, typer.Option(min=0.01, help="Milliseconds of a verification.")] = 30.0,
+    pair: options.Pair = "smollm2",
+    edge: Annotated[
+        str, typer.Option(help="laptop, small-gpu, fast, pi, or ms for a row and a further row.")
+    ] = "small-gpu",
+    policies: Annotated[str, typer.Option(help="Names with commas between.")] = "ar,colo,sync,ssd,stream",
+    measure: Annotated[
+        str | None, typer.Option(help="ws:// address of a verifier: take its round trip and pace.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts to reckon with.")] = 6,
+    max_tokens: options.MaxTokens = 128,
+    threads: options.Threads = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Predict tokens/s, bytes, target forwards and GPU-seconds of each policy, with the speed of light beside them."""
+    from paceline.scripts.lab.calibration import watch
+    from paceline.scripts.lab.command_rtt import Question, bar
+    from paceline.scripts.lab.prepare import entrants, prepared
+    from paceline.scripts.lab.report import lines
+    from paceline.scripts.lab.sweep import Results, sweep
+    from paceline.scripts.lab.workshop import outcomes
+
+    if measure is not None:
+        from paceline.scripts.lab.live import measured
+
+        rtt, verify_ms = measured(measure, pair)
+    names = tuple(policies.split(","))
+    question = Question(
+        pair, edge, verify_ms / 1e3, (rtt,), names, prompts, count, 0, max_tokens, 0.0, 0, 4, 2,
+        True, None, 0.0, 0.0, 0.0, 0.0, None,
+    )  # fmt: skip
+    with bar() as step:
+        workshop, cases, others, learned, about = prepared(question, threads, step)
+        chosen = entrants(question, workshop, others[:2], learned, about, step)
+        step("measuring", len(cases) * len(chosen))
+        results = Results(about)
+        sweep(workshop, cases, chosen, learned, results, None, lambda: step("measuring", None))
+        seen = [o for case in cases for o in outcomes(workshop.memo(case), case)]
+    workshop.close()
+    found = watch(learned.copy(enabled=True), seen, seeded=False)
+    table = lines(results.entries)
+    answer = {
+        "round_trip": rtt,
+        "verify_seconds": verify_ms / 1e3,
+        "policies": {
+            line.policy: {
+                "parameters": line.label,
+                "tokens_per_second": round(line.speed, 1),
+                "tokens_a_forward": round(line.tokens_a_forward, 2),
+                "forwards": round(TOKENS / line.tokens_a_forward),
+                "gpu_seconds": round(TOKENS / line.tokens_a_forward * verify_ms / 1e3, 2),
+                "kilobytes_up": round(TOKENS * line.up / 1e3, 1),
+                "kilobytes_down": round(TOKENS * line.down / 1e3, 1),
+                "rows_of_the_draft": round(TOKENS * line.rows_a_token),
+                "accepted": round(line.accepted, 2),
+            }
+            for line in table
+        },
+        "speed_of_light": {str(p): speed_of_light(found, p) for p in (4, 16, 64)},
+    }
+    typer.echo(json.dumps(answer) if as_json else as_lines(answer))
+
+
+def speed_of_light(found: "Outcomes", width: int) -> dict[str, float | None]:
+    """Bounds on the tokens accepted of `width` nodes verified at once (arXiv 2512.11718, and a tighter form of its model).
+
+    mu and mu2 are the mean entropy and the mean of sum p ln^2 p of the predictor's calibrated distribution: for a target
+    whose choice is determined, what is uncertain is the draft. None where a bound says nothing.
+    """
+    import numpy as np
+
+    p = np.clip(found.predicted, 1e-6, 1.0)
+    rest = np.clip(1 - p.sum(axis=1, keepdims=True), 1e-6, 1.0)
+    p = np.concatenate([p, rest], axis=1)
+    mu = float(-(p * np.log(p)).sum(axis=1).mean())
+    mu2 = float((p * np.log(p) ** 2).sum(axis=1).mean())
+    log_width = math.log(width)
+    bounds = {
+        "entropy": mu,
+        "ln P / mu": log_width / mu,
+        "(mu + mu2) ln P / mu^2": (mu + mu2) * log_width / mu**2,
+        "ln P / mu + mu2 / mu^2": log_width / mu + mu2 / mu**2,
+    }
+    return {k: round(v, 3) if k == "entropy" or v < width else None for k, v in bounds.items()}
+
+
+def as_lines(answer: dict[str, Any]) -> str:
+    heads = ("policy", "tok/s", "tok/forward", "forwards", "GPU s", "kB up", "kB down", "draft rows")
+    keys = ("tokens_per_second", "tokens_a_forward", "forwards", "gpu_seconds", "kilobytes_up", "kilobytes_down")
+    rows: list[Sequence[Any]] = [heads]
+    for p in answer["policies"].values():
+        rows.append((p["parameters"], *(p[k] for k in keys), p["rows_of_the_draft"]))
+    title = f"round trip {1e3 * answer['round_trip']:g} ms, verification {1e3 * answer['verify_seconds']:g} ms;"
+    out = [f"{title} per {TOKENS} tokens:"]
+    out += ["".join(str(c).ljust(28) if i == 0 else str(c).rjust(12) for i, c in enumerate(row)) for row in rows]
+    out.append("\nAt most so many tokens accepted of P nodes verified at once ('-': the bound says nothing):")
+    for width, bounds in answer["speed_of_light"].items():
+        said = "; ".join(f"{k}: {'-' if v is None else v}" for k, v in bounds.items())
+        out.append(f"  P = {width}: {said}")
+    return "\n".join(out)
