@@ -252,21 +252,20 @@ class Scheduler:
         return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
-        """The nodes that pay for their rows: first each session's best within its part of the width, then the likeliest of all.
+        """The nodes that pay for their rows, the likeliest of all sessions first.
 
         An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
         """
         offers = {seat: seat.session.plan(self.width) for seat in seats}
-        part = self.width // max(len(seats), 1)
         reach = []
         for seat, plan in offers.items():
             doubt, tree = seat.doubt, seat.session.tree
-            reach += [(i >= part, -tree.reach(n) - doubt, seat) for i, n in enumerate(plan.nodes)]
-        reach.sort(key=lambda r: r[:2])
-        gains = [-r for _, r, _ in reach[: self.width]]
+            reach += [(tree.reach(n) + doubt, seat) for n in plan.nodes]
+        reach.sort(key=lambda r: -r[0])
+        gains = [r for r, _ in reach[: self.width]]
         count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
         taken = dict.fromkeys(offers, 0)
-        for _, _, seat in reach[:count]:
+        for _, seat in reach[:count]:
             taken[seat] += 1
         return {s: offers[s] if n == len(offers[s].nodes) else s.session.plan(n) for s, n in taken.items()}
 
