@@ -405,3 +405,24 @@ def test_what_is_accepted_is_counted_beside_what_was_drafted(client: openai.Open
     assert made["accepted_tokens"] + made["steps"] >= made["tokens"]
     assert made["accepted_tokens"] < made["tokens"]
     assert made["drafted_tokens"] >= made["accepted_tokens"]
+
+
+def test_an_answer_that_fails_midway_ends_in_an_error(
+    client: openai.OpenAI, system: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in silence, and not as if it were whole; and the next one is answered."""
+
+    def broken(batch: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    stream = iter(
+        client.chat.completions.create(model="smollm2", messages=LONG, max_tokens=300, temperature=0, stream=True)
+    )
+    seen = [next(stream) for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(system.scheduler.engine, "verify", broken)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            seen.extend(stream)
+    assert not any(chunk.choices[0].finish_reason for chunk in seen)
+    assert system.waits_for(lambda: idle(system), 2.0)
+    assert client.chat.completions.create(model="smollm2", messages=ASK, max_tokens=2).choices[0].message.content
