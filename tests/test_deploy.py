@@ -150,7 +150,7 @@ def test_a_unit_is_understood_and_hardened(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", ["edge", "cloud", "cloud-llamacpp"])
 def test_everything_is_pinned_by_hash_and_names_no_registry(extra: str) -> None:
-    text = (ROOT / "locks" / f"{extra}.txt").read_text()
+    text = (ROOT / "scripts" / "locks" / f"{extra}.txt").read_text()
     assert "://" not in text
     entries = re.split(r"\n(?=\S)", text.strip())
     for entry in entries:
