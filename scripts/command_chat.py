@@ -137,6 +137,7 @@ def _screen(shown: Shown) -> "Screen":
         lambda line: print(line, file=sys.stderr, flush=True),
         color=shown.color and terminal and not plain,
         guesses=shown.optimistic and terminal,
+        shared=sys.stdout.isatty(),
         width=_columns,
     )
 
