@@ -10,15 +10,17 @@ to be resumed.
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from paceline.cloud.scheduler import Scheduler, Seat
+from paceline.cloud.grammar import Constraint
+from paceline.cloud.house import MAX_WAITING, House
+from paceline.cloud.limits import Owner
+from paceline.cloud.scheduler import Seat
 from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
-from paceline.protocol.errors import FATAL, HARMLESS, Code, ProtocolError
+from paceline.protocol.errors import FATAL, HARMLESS, REFUSALS, Code, ProtocolError
 from paceline.protocol.messages import (
+    GRAMMAR,
     VERSION,
     Ack,
     Cancel,
@@ -33,68 +35,51 @@ from paceline.protocol.messages import (
     Pong,
     Welcome,
 )
-from paceline.protocol.vocabulary import Vocabulary
+
+__all__ = ["MAX_VIOLATIONS", "MAX_WAITING", "OUTBOX", "Connection", "House"]
 
 MAX_VIOLATIONS = 100  # wrong frames before the connection is closed
 OUTBOX = 4096  # frames waiting for a slow reader before it is taken for gone
 
 
-@dataclass
-class House:
-    """What the connections of one verifier share."""
-
-    scheduler: Scheduler
-    model: str
-    vocabulary: Vocabulary
-    context: int
-    nodes: int = 1024
-    sessions: int = 64  # of one connection
-    session_ttl: float = 60.0
-    clock: Callable[[], float] = field(default=lambda: 0.0)
-    waiting: dict[str, tuple[CloudSession, float]] = field(
-        default_factory=dict
-    )  # resume token -> session, when it goes
-
-    def leave(self, session: CloudSession) -> None:
-        """A session whose edge is gone waits to be resumed."""
-        self.forget_old()
-        self.waiting[session.resume_token] = (session, self.clock() + self.session_ttl)
-
-    def take(self, token: str) -> CloudSession | None:
-        self.forget_old()
-        return self.waiting.pop(token, (None, 0.0))[0]
-
-    def forget_old(self) -> None:
-        now = self.clock()
-        for token in [t for t, (_, end) in self.waiting.items() if end < now]:
-            del self.waiting[token]
-
-
 class Connection:
-    def __init__(self, channel: Channel, house: House) -> None:
+    def __init__(self, channel: Channel, house: House, owner: Owner | None = None) -> None:
         self._channel, self._house = channel, house
+        self._owner = owner or house.owner()
+        self.id = secrets.token_hex(4)  # for logs
         self._seats: dict[int, Seat] = {}
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue(OUTBOX)
         self._greeted = False
         self._last_sid = -1
+        self._closing: asyncio.Future[None] | None = None
         self._violations = 0
 
     async def serve(self) -> None:
         """Answer frames until the edge goes or has to go."""
         writer = asyncio.create_task(self._write())
+        self._house.open_connections.add(self)
+        self._owner.connections += 1
         try:
-            while True:
-                frame = await self._channel.receive()
-                if not self._handle_frame(frame):
-                    break
-            await asyncio.wait_for(self._outbox.join(), 5)
+            while self._handle_frame(await self._receive_frame()):
+                if (wait := self._owner.messages.wait()) > 0:
+                    await asyncio.sleep(wait)  # who sends faster than agreed is read no faster
+            async with asyncio.timeout(5):
+                await self._outbox.join()
         except (ChannelClosed, TimeoutError):
             pass
         finally:
+            self._house.open_connections.discard(self)
+            self._owner.connections -= 1
             writer.cancel()
             for seat in list(self._seats.values()):
                 self._release(seat, keep=True)
             await self._channel.close()
+
+    async def _receive_frame(self) -> bytes | str:
+        async with asyncio.timeout(self._house.bounds.idle_seconds):
+            frame = await self._channel.receive()
+        self._owner.messages.take(1)
+        return frame
 
     async def _write(self) -> None:
         try:
@@ -105,7 +90,7 @@ class Connection:
         except ChannelClosed:
             pass
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         try:
             self._outbox.put_nowait(encode(message))
         except asyncio.QueueFull:
@@ -119,7 +104,7 @@ class Connection:
             self._handle(decode_from_edge(frame))
         except ProtocolError as e:
             self._refuse(e)
-            self._violations += 1
+            self._violations += e.code not in HARMLESS | REFUSALS
             return e.code not in FATAL and self._violations < MAX_VIOLATIONS
         return True
 
@@ -139,7 +124,8 @@ class Connection:
             case Cancel():
                 self._cancel(message)
             case Ping():
-                self._send(Pong(time=message.time))
+                self.send(Pong(time=message.time))
+                self._end_idle()
 
     def _hello(self, hello: Hello) -> None:
         own = self._house.vocabulary
@@ -156,18 +142,19 @@ class Connection:
             )
             raise ProtocolError(Code.VOCABULARY, text)
         self._greeted = True
-        self._send(
+        self.send(
             Welcome(
                 version=VERSION,
                 model=self._house.model,
                 vocabulary_size=own.size,
                 fingerprint=own.fingerprint,
-                context=self._house.context,
+                context=self._context,
                 width=self._house.scheduler.width,
                 nodes=self._house.nodes,
                 sessions=self._house.sessions,
                 session_ttl=self._house.session_ttl,
                 verify_floor=self._house.scheduler.floor,
+                features=(GRAMMAR,) if self._house.grammars is not None else (),
             )
         )
 
@@ -178,28 +165,52 @@ class Connection:
         if len(self._seats) >= self._house.sessions:
             text = f"this connection has {len(self._seats)} sessions open, its limit"
             raise ProtocolError(Code.SESSION_LIMIT, text, opened.sid, retry_after=1.0)
+        if self._house.draining:
+            text = "this verifier is going away and takes no new sessions; another one will"
+            raise ProtocolError(Code.OVERLOADED, text, opened.sid, retry_after=1.0)
+        self._owner.check(opened.sid)
+        self._house.admission.check(opened.sid)
+        constraint = self._constraint(opened)
         session, missed = self._resumed(opened)
-        seat = Seat(session, on_commit=self._commit, on_error=self._failed)
+        self._owner.spend(len(opened.prompt))
+        seat = Seat(
+            session, on_commit=self._commit, on_error=self._failed, pause=self._owner.pause, constraint=constraint
+        )
         self._seats[opened.sid] = seat
         self._last_sid = opened.sid
         committed, left = len(session.committed), session.max_tokens
-        self._send(Opened(sid=opened.sid, committed_len=committed, resume=session.resume_token, max_tokens=left))
+        self.send(Opened(sid=opened.sid, committed_len=committed, resume=session.resume_token, max_tokens=left))
         for commit in missed:
             self._commit(commit)
         if not session.finish:
-            self._house.scheduler.add(seat)
+            self._house.seat(self, seat, self._owner)
+
+    def _constraint(self, opened: Open) -> Constraint | None:
+        if not opened.grammar:
+            return None
+        if self._house.grammars is None:
+            raise ProtocolError(Code.UNSUPPORTED, "this verifier does not keep texts to a grammar", opened.sid)
+        try:
+            return self._house.grammars.constraint(opened.grammar)
+        except ProtocolError as e:
+            raise ProtocolError(e.code, e.message, opened.sid) from None
 
     def _resumed(self, opened: Open) -> tuple[CloudSession, list[Commit]]:
         """The very session this edge had before its link was cut, if it still waits; a new one otherwise.
 
         With the commits that tell the edge what it missed.
         """
-        session = self._house.take(opened.resume) if opened.resume else None
+        session = self._house.take(opened.resume, self._owner) if opened.resume else None
         if session is not None and session.continues(opened):
             return session, session.resume(opened)
-        limits = Limits(self._house.vocabulary.size, self._house.context, self._house.nodes)
+        limits = Limits(self._house.vocabulary.size, self._context, self._house.nodes)
         session = CloudSession(opened, limits, secrets.token_urlsafe(16))
         return session, session.catch_up(len(opened.held))
+
+    @property
+    def _context(self) -> int:
+        own = self._owner.allowance.context
+        return self._house.context if own is None else min(own, self._house.context)
 
     def _receive(self, draft: Draft) -> None:
         """Nodes of a session that has just ended are no fault: they were on their way."""
@@ -221,7 +232,8 @@ class Connection:
     # ---- sessions out
 
     def _commit(self, commit: Commit) -> None:
-        self._send(commit)
+        self.send(commit)
+        self._owner.spend(len(commit.tokens) if commit.step else 0)
         if commit.finish:
             self._release(self._seats[commit.sid], keep=False)
 
@@ -230,7 +242,7 @@ class Connection:
         self._refuse(error)
 
     def _refuse(self, error: ProtocolError) -> None:
-        self._send(
+        self.send(
             Error(
                 code=error.code,
                 message=error.message[:2000],
@@ -242,9 +254,18 @@ class Connection:
         if error.sid in self._seats and error.code not in HARMLESS | {Code.DUPLICATE_SESSION}:
             self._release(self._seats[error.sid], keep=error.retryable)
 
+    def _end_idle(self) -> None:
+        """Sessions that wait for their edge to say what has arrived, for too long, give their places to others."""
+        house = self._house
+        for seat in list(self._seats.values()):
+            if seat.unheard and house.clock() - seat.since > house.bounds.idle_seconds:
+                text = f"nothing was acknowledged for {house.bounds.idle_seconds:.0f} s"
+                self._refuse(ProtocolError(Code.IDLE, text, seat.session.sid))
+
+    def give_up(self, seat: Seat) -> None:
+        """Its session goes on over another connection; this one hears no more of it."""
+        self._release(seat, keep=True)
+
     def _release(self, seat: Seat, *, keep: bool) -> None:
-        """The session leaves this connection: to be resumed, or for good."""
         del self._seats[seat.session.sid]
-        self._house.scheduler.remove(seat)
-        if keep:
-            self._house.leave(seat.session)
+        self._house.unseat(seat, self._owner, keep=keep)

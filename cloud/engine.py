@@ -12,10 +12,11 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 from paceline.protocol.cloud_session import Plan, Walk
-from paceline.protocol.errors import EngineError
+from paceline.protocol.errors import EngineError, PacelineError
 from paceline.protocol.sampling import History, Sampling, choose, log_softmax
 from paceline.protocol.vocabulary import Vocabulary
 
+Mask = npt.NDArray[np.bool_]
 Logits = npt.NDArray[np.float32]  # [V], V the number of real tokens
 
 
@@ -34,6 +35,9 @@ class Work:
     history: History | None = None  # prompt and committed text; given where the penalties need it
     logprobs: int | None = None
     choose: bool = True
+    mask: Callable[[Sequence[int]], Mask] | None = (
+        None  # tokens [V] that may follow the text and these; engines with `masks`
+    )
 
 
 class Engine(Protocol):
@@ -89,9 +93,13 @@ def walk(work: Work, position: int, logits: Callable[[int], Logits]) -> Walk | E
     here = -1
     while True:
         row = logits(here)
+        try:
+            allowed = row if work.mask is None else np.where(work.mask(tokens), row, np.float32(-np.inf))
+        except PacelineError as e:
+            return EngineError(str(e))
         history = work.history.after(tokens) if work.history is not None else None
         try:
-            token = choose(row, work.sampling, position + len(tokens), history)
+            token = choose(allowed, work.sampling, position + len(tokens), history)
         except FloatingPointError as e:
             return EngineError(f"{e}; the model or its weights are damaged")
         if work.logprobs is not None:

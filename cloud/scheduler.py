@@ -12,10 +12,12 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from paceline.cloud.backup import TopUp
-from paceline.cloud.engine import Engine, Work
+from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
@@ -23,6 +25,9 @@ from paceline.protocol.messages import Commit
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
+DOUBTLESS = 8.0  # nodes for which an edge is believed at first
+MEMORY = 0.97  # what is left of a step's outcome after the next one
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -41,19 +46,42 @@ class Seat:
     on_error: Callable[[ProtocolError], None]
     handle: int | None = None
     gone: bool = False
+    since: float = 0.0  # when its last step ended
     missed: float = 0.0  # when its tree was left empty, and how long the text was then
     missed_len: int = 0
+    constraint: Constraint | None = None  # what the text is kept to
+    pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
+    promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
+    taken: float = 0.0  # nodes that were
     own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
         s = self.session
-        if self.gone or s.finish or len(s.committed) - s.acknowledged >= ACK_WINDOW:
+        if self.gone or s.finish or self.unheard:
             return math.inf
-        return s.patience.start(now, self.missed, len(s.committed) - self.missed_len) if s.waiting else now
+        begin = now + self.pause()
+        if not s.waiting:
+            return begin
+        return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
+
+    @property
+    def doubt(self) -> float:
+        """Log of how far its edge's word is good: 0 for one that is right as often as it says, or new here."""
+        return min(math.log((self.taken + DOUBTLESS) / (self.promised + DOUBTLESS)), 0.0)
+
+    def learn(self, promised: float, taken: int) -> None:
+        self.promised = MEMORY * self.promised + promised
+        self.taken = MEMORY * self.taken + taken
+
+    @property
+    def unheard(self) -> bool:
+        """Has it run as far ahead as it may of what its edge has said to have?"""
+        return len(self.session.committed) - self.session.acknowledged >= ACK_WINDOW
 
     def stepped(self, now: float, walked_on: bool) -> None:
         """A step has ended; `walked_on`: something of the tree is left, or it was empty before."""
+        self.since = now
         if not walked_on:
             self.missed, self.missed_len = now, len(self.session.committed)
 
@@ -67,6 +95,21 @@ class Figures:
     engine_seconds: float = 0.0
     rows: int = 0
     tokens: int = 0
+    session_steps: int = 0  # steps, once for each session that chose in them
+    hits: int = 0  # of those, with at least one node held
+    drafts: int = 0  # of those, with at least one node verified
+    verified: int = 0
+    accepted: int = 0
+    stale: int = 0
+
+    def count(self, commit: Commit) -> None:
+        self.tokens += len(commit.tokens)
+        self.session_steps += 1
+        self.hits += commit.held > 0
+        self.drafts += commit.verified > 0
+        self.verified += commit.verified
+        self.accepted += commit.accepted
+        self.stale += commit.stale
 
 
 class Scheduler:
@@ -89,6 +132,8 @@ class Scheduler:
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
         self._wake = asyncio.Event()
+        self.idle = asyncio.Event()  # set while there are no sessions
+        self.idle.set()
 
     def __len__(self) -> int:
         return len(self._seats)
@@ -96,6 +141,7 @@ class Scheduler:
     def add(self, seat: Seat) -> None:
         seat.stepped(self._clock(), False)
         self._seats.append(seat)
+        self.idle.clear()
         self.wake()
 
     def remove(self, seat: Seat) -> None:
@@ -105,6 +151,8 @@ class Scheduler:
             self._seats.remove(seat)
             self._leaving.append(seat)
             self.wake()
+        if not self._seats:
+            self.idle.set()
 
     def wake(self) -> None:
         """Something arrived that may make a session ready."""
@@ -117,7 +165,7 @@ class Scheduler:
             self._let_go()
             now = self._clock()
             due = {seat: seat.due(now) for seat in self._seats}
-            seats = [s for s in self._seats if due[s] <= now]
+            seats = [s for s in self._seats if due[s] <= now + SOON]
             if not seats:
                 await self._sleep(min(due.values(), default=math.inf) - now)
                 continue
@@ -127,8 +175,9 @@ class Scheduler:
 
     async def _sleep(self, seconds: float) -> None:
         """Until something arrives, or for so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), seconds if seconds < math.inf else None)
+        with suppress(TimeoutError):  # not wait_for, which may swallow a cancellation before Python 3.12
+            async with asyncio.timeout(seconds if seconds < math.inf else None):
+                await self._wake.wait()
 
     async def _step(self, seats: Sequence[Seat]) -> None:
         seats = [s for s in seats if self._seated(s)]
@@ -142,7 +191,7 @@ class Scheduler:
         results, spent = await self._run(lambda: self._verify([work for _, work in batch]))
         elapsed = self._clock() - begin
         if elapsed < self.floor:
-            await asyncio.sleep(self.floor - elapsed)
+            await asyncio.sleep(min(self.floor - elapsed, self.floor))  # even if the clock went back
         step = self._clock() - begin
         rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
         if all(work.choose for _, work in batch):
@@ -203,9 +252,15 @@ class Scheduler:
         return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
-        """The nodes that pay for their rows, the likeliest of all sessions first."""
+        """The nodes that pay for their rows, the likeliest of all sessions first.
+
+        An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
+        """
         offers = {seat: seat.session.plan(self.width) for seat in seats}
-        reach = [(seat.session.tree.reach(n), seat) for seat, plan in offers.items() for n in plan.nodes]
+        reach = []
+        for seat, plan in offers.items():
+            doubt, tree = seat.doubt, seat.session.tree
+            reach += [(tree.reach(n) + doubt, seat) for n in plan.nodes]
         reach.sort(key=lambda r: -r[0])
         gains = [r for r, _ in reach[: self.width]]
         count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
@@ -217,7 +272,8 @@ class Scheduler:
     def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
         s = seat.session
         assert seat.handle is not None
-        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose)
+        mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
+        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
     def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
         if seat.gone or result is None:
@@ -225,14 +281,16 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
-        if self._top_up is not None and seat.own:
-            own = set(seat.own)
+        own, reach = set(seat.own), seat.session.tree.reach
+        promised = sum(math.exp(reach(node)) for node in plan.nodes if node not in own)
+        seat.learn(promised, sum(plan.nodes[i] not in own for i in result.accepted))
+        if self._top_up is not None and own:
             self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
             seat.own = []
         commit = seat.session.apply(plan, result, step)
         seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
-        self.figures.tokens += len(commit.tokens)
+        self.figures.count(commit)
         if commit.finish:
             self.remove(seat)
         seat.on_commit(commit)
@@ -250,4 +308,8 @@ class Scheduler:
 
 
 def _with_plan(work: Work, plan: Plan) -> Work:
-    return Work(work.handle, work.tokens, plan, work.sampling, work.history, work.logprobs, work.choose)
+    return replace(work, plan=plan)
+
+
+def _mask(constraint: Constraint, committed: tuple[int, ...], walked: Sequence[int]) -> Mask:
+    return constraint.mask((*committed, *walked))

@@ -1,36 +1,26 @@
 """A verifier as a process: engine, scheduler and door put together, until it is told to stop."""
 
 import asyncio
+import os
 import signal
-import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
+from paceline.cloud.grammar import Grammars
+from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
-from paceline.cloud.server import OneThread, start
+from paceline.cloud.server import OneThread, start, tls_context
+from paceline.cloud.settings import Settings
 from paceline.protocol.errors import PacelineError
 
+__all__ = ["ENGINES", "Settings", "load_engine", "serve"]
 
-@dataclass(frozen=True)
-class Settings:
-    """How a verifier runs. Times in seconds; `width` None: as many nodes as the engine takes."""
-
-    engine: str = "llamacpp"
-    host: str = "127.0.0.1"
-    port: int = 8765
-    context: int = 2048
-    slots: int = 8
-    threads: int | None = None
-    gpu_layers: int = 0
-    width: int | None = None
-    verify_floor: float = 0.0
-    session_ttl: float = 60.0
-    keep_order: bool = True
+ENGINES = ("llamacpp", "torch", "toy")
 
 
 def load_engine(settings: Settings, model: Path | None) -> Engine:
@@ -51,7 +41,28 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
             gpu_layers=settings.gpu_layers,
             keep_order=settings.keep_order,
         )
-    raise PacelineError(f"engine {settings.engine!r} is not known; there are llamacpp and toy")
+    if settings.engine == "torch":
+        return _torch_engine(settings, model)
+    raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
+
+
+def _torch_engine(settings: Settings, model: Path | None) -> Engine:
+    try:
+        import torch
+        from paceline.cloud.torch_target import Options, bring_up
+    except ModuleNotFoundError as e:
+        raise PacelineError(f"the torch engine needs {e.name}: pip install 'paceline[cloud]'") from None
+    assert model is not None
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    options = Options(
+        device=settings.device,
+        exact=settings.exact,
+        quant=settings.quant,
+        context=settings.context,
+        sequences=4 * settings.slots,
+    )
+    return bring_up(model, options)
 
 
 async def serve(
@@ -72,19 +83,29 @@ async def serve(
         engine.context,
         session_ttl=settings.session_ttl,
         clock=time.perf_counter,
+        bounds=settings.bounds,
     )
-    server = await start(house, settings.host, settings.port, vocabulary)
+    if vocabulary is not None and getattr(engine, "masks", False):
+        house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
+    keys = Keys(settings.keys) if settings.keys is not None else None
+    tls = None
+    if settings.tls_certificate is not None:
+        tls = tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
+    server = await start(house, settings.host, settings.port, vocabulary, keys=keys, tls=tls)
     stepping = asyncio.create_task(scheduler.run())
-    stop = asyncio.Event()
+    stop = Stop()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError):
-            loop.add_signal_handler(name, stop.set)
+            loop.add_signal_handler(name, stop.ask)
     if stop_with_stdin:
-        loop.run_in_executor(None, _wait_for_end_of_stdin, lambda: loop.call_soon_threadsafe(stop.set))
+        then = (lambda: loop.call_soon_threadsafe(stop.end),)
+        # a daemon: the loop's own threads would be waited for, and this one may wait for ever
+        threading.Thread(target=_wait_for_end_of_stdin, args=then, name="stdin", daemon=True).start()
     host, port = server.sockets[0].getsockname()[:2]
-    ready(f"ws://{host}:{port}")
-    await asyncio.wait([stepping, asyncio.create_task(stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+    ready(f"{'wss' if tls else 'ws'}://{host}:{port}")
+    await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
+    await _drain(house, stop, settings.drain_timeout)
     server.close()
     stepping.cancel()
     with suppress(asyncio.CancelledError):
@@ -93,7 +114,37 @@ async def serve(
     thread.close()
 
 
+class Stop:
+    """A first signal asks for the end, a second one ends at once."""
+
+    def __init__(self) -> None:
+        self.asked, self.now = asyncio.Event(), asyncio.Event()
+
+    def ask(self) -> None:
+        if self.asked.is_set():
+            self.now.set()
+        self.asked.set()
+
+    def end(self) -> None:
+        self.now.set()
+        self.asked.set()
+
+
+async def _drain(house: House, stop: Stop, seconds: float) -> None:
+    """Let running sessions end, for at most so many seconds; then they go on elsewhere, from what their edges hold."""
+    if stop.now.is_set() or not len(house.scheduler):
+        return
+    house.drain(seconds)
+    waits = [asyncio.create_task(house.scheduler.idle.wait()), asyncio.create_task(stop.now.wait())]
+    await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    house.drain(0.0)
+    await asyncio.sleep(0.1)  # for this to reach the edges; those that lose it see the end of the link
+
+
 def _wait_for_end_of_stdin(then: Callable[[], object]) -> None:
-    while sys.stdin.buffer.read(4096):
+    while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
         pass
-    then()
+    with suppress(RuntimeError):  # the loop has ended by itself meanwhile
+        then()

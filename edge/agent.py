@@ -11,6 +11,7 @@ what came of it. Clock, runner and transport are passed in; nothing here knows w
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from random import Random
@@ -23,22 +24,25 @@ from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.repeats import Repeats
+from paceline.edge.timeline import Timeline
 from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import EngineError, LinkError, PacelineError, ProtocolError
 from paceline.protocol.messages import Commit, Error, Hello, Message, Opened, Welcome
+from paceline.protocol.messages import Draft as DraftMessage
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_ROWS = 16  # rows of one draft step
+log = logging.getLogger(__name__)
 ACK_EVERY = 64  # tokens after which the cloud is told what has arrived, where no draft tells it
 
 
 class Runner(Protocol):
     """Runs a draft step outside the event loop; in virtual time it takes what its rows cost in virtual seconds."""
 
-    def __call__(self, work: Callable[[], Extended]) -> Awaitable[Extended]: ...
+    def __call__(self, work: Callable[[], Extended], /) -> Awaitable[Extended]: ...
 
 
 class Agent:
@@ -73,6 +77,7 @@ class Agent:
         self._generations: dict[int, Generation] = {}  # by the session number they are open under
         self._waiting: list[Generation] = []  # to be opened once the link is up
         self._calls: list[Callable[[], None]] = []  # for the draft, before its next batch
+        self.clock, self.timeline = clock, Timeline(clock)
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.forward_seconds = 0.0  # spent in the draft's forward so far
@@ -91,6 +96,21 @@ class Agent:
         for task in self._tasks:
             with suppress(asyncio.CancelledError, PacelineError):
                 await task
+        for generation in [*self._waiting, *self._generations.values()]:
+            generation.events.put_nowait(LinkError("the agent was closed"))
+
+    @property
+    def generations(self) -> dict[int, Generation]:
+        """Those that are open at the cloud, the newest last. Not to be changed."""
+        return self._generations
+
+    @property
+    def draft(self) -> Draft | None:
+        return self._draft
+
+    def on_draft(self, work: Callable[[], Extended]) -> Awaitable[Extended]:
+        """Run work of the draft where its steps run, one at a time with them."""
+        return self._run(work)
 
     # ---- generating
 
@@ -102,14 +122,20 @@ class Agent:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
+        held: Sequence[int] = (),
+        resume: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]:
         """Stream what the target writes. Leaving the iterator early cancels the generation at the cloud.
 
+        `held` is the beginning of the text where that is known already, as after a restart; what follows it is streamed.
+
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, vocabulary_size=size)
+        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, grammar=grammar, vocabulary_size=size)
+        session.restore(held, resume)
         generation = Generation(
             session,
             self.predictor,
@@ -131,11 +157,10 @@ class Agent:
             self._leave(generation)
 
     def _enter(self, generation: Generation) -> None:
-        if self._tasks and self._tasks[0].done():
-            e = self._tasks[0].exception()
-            raise e if isinstance(e, PacelineError) else LinkError("the link is closed")
+        if (dead := self._link_error()) is not None:
+            raise dead
         if self._draft is not None:
-            draft, prompt = self._draft, generation.session.prompt
+            draft, prompt = self._draft, (*generation.session.prompt, *generation.session.committed)
             self._calls.append(lambda: self._open_draft(generation, draft, prompt))
         if self.link.state is State.UP:
             self._open(generation)
@@ -143,12 +168,19 @@ class Agent:
         else:
             self._waiting.append(generation)
 
+    def _link_error(self) -> PacelineError | None:
+        """Why there will be no link any more, if so."""
+        if not self._tasks or not self._tasks[0].done():
+            return None
+        e = None if self._tasks[0].cancelled() else self._tasks[0].exception()
+        return _told(e) if isinstance(e, Exception) else LinkError("the link is closed")
+
     def _open_draft(self, generation: Generation, draft: Draft, prompt: Sequence[int]) -> None:
         with suppress(EngineError):  # no room in the draft: this one is decoded plainly
             generation.handle = draft.open(prompt) if prompt else None
 
     def _leave(self, generation: Generation) -> None:
-        session = generation.session
+        session, generation.left = generation.session, True
         if session.phase in (Phase.OPENING, Phase.RUNNING):
             if session.sid in self._generations:
                 self.link.send(session.cancel())
@@ -170,9 +202,9 @@ class Agent:
     async def _keep_link(self) -> None:
         try:
             await self.link.run()
-        except PacelineError as e:
+        except Exception as e:  # a fault of our own must not leave anybody waiting for ever
             for generation in [*self._waiting, *self._generations.values()]:
-                generation.events.put_nowait(e)
+                generation.events.put_nowait(_told(e))
             raise
 
     def link_up(self, welcome: Welcome) -> None:
@@ -184,6 +216,9 @@ class Agent:
         """Every generation goes on as soon as the link is back, from what is held here."""
         self._waiting.extend(self._generations.values())
         self._generations.clear()
+
+    def link_may_go(self) -> bool:
+        return not self._generations
 
     def link_message(self, message: Message) -> None:
         sid = getattr(message, "sid", None)
@@ -202,10 +237,14 @@ class Agent:
                 self._wake.set()
             case Commit():
                 self._committed(generation, events)
-            case Error():
+            case Error() if generation.session.phase is Phase.FAILED:
                 self._failed(generation)
 
     def _open(self, generation: Generation) -> None:
+        if self.link.leaving:  # those that run go along; they come up elsewhere as they would after a cut
+            self._waiting.append(generation)
+            self.link.leave()
+            return
         sid = next(self._sids)
         self._generations[sid] = generation
         if self.link.welcome is not None:
@@ -215,14 +254,20 @@ class Agent:
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:
+        generation.retries = 0  # what counts are failures without progress in between
         for event in events:
             generation.committed(event, self._clock())
+            commit = event.commit
+            self.timeline.committed(len(event.tokens), commit.step, commit.accepted, commit.held)
             if self._draft is not None:
                 self._calls.append(self._commit_call(generation, event))
             generation.events.put_nowait(event)
         session = generation.session
         if session.phase is Phase.DONE:
+            self._generations.pop(session.sid, None)
             generation.events.put_nowait(None)
+            if self.link.leaving and self.link_may_go():
+                self.link.leave()
             return
         if self._draft is None and len(session.committed) // ACK_EVERY != generation.acknowledged // ACK_EVERY:
             generation.acknowledged = len(session.committed)
@@ -263,6 +308,12 @@ class Agent:
             generation.events.put_nowait(error)
 
     def _reopen(self, generation: Generation) -> None:
+        """Ask again, unless nobody listens any more, or the link was given up meanwhile."""
+        if generation.left:
+            return
+        if (dead := self._link_error()) is not None:
+            generation.events.put_nowait(dead)
+            return
         generation.session.phase = Phase.OPENING
         if self.link.state is State.UP:
             self._open(generation)
@@ -272,6 +323,14 @@ class Agent:
     # ---- drafting
 
     async def _keep_drafting(self) -> None:
+        """Draft until the agent ends. A fault of the draft ends drafting, never an answer: they all go on plainly."""
+        try:
+            await self._draft_on()
+        except Exception:
+            log.exception("drafting failed; answers go on without it")
+            self._draft = None
+
+    async def _draft_on(self) -> None:
         while True:
             self._wake.clear()
             chosen = self._pick()
@@ -288,6 +347,8 @@ class Agent:
             done = await self._run(lambda: self._work(calls, rows))  # noqa: B023 - awaited at once
             if 0 < done.ran <= MAX_ROWS:
                 self.cost.learn(done.ran, self._clock() - begin)
+            if done.ran:
+                self.timeline.drafted(begin, done.ran)
             self.forward_seconds += done.forward
             for (generation, node), candidates in zip(chosen, done.found, strict=True):
                 self._ran(generation, node, candidates)
@@ -313,7 +374,8 @@ class Agent:
             return Extended()
         try:
             return self._draft.extend(rows)
-        except EngineError:
+        except EngineError as e:  # these generations go on plainly
+            log.warning("the draft could not run: %s", e)
             return Extended([None] * len(rows))
 
     def _ran(self, generation: Generation, node: int, found: Candidates | None) -> None:
@@ -328,3 +390,9 @@ class Agent:
             return
         for message in generation.send(self._clock(), wait):
             self.link.send(message)
+            if isinstance(message, DraftMessage):
+                self.timeline.sent(len(message.tokens))
+
+
+def _told(e: Exception) -> PacelineError:
+    return e if isinstance(e, PacelineError) else LinkError(f"the link failed: {type(e).__name__}: {e}")

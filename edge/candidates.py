@@ -8,15 +8,21 @@ the softmax of the perturbed logits. Both are features for the predictor, which 
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 from paceline.edge.draft import Candidates, Choice
 from paceline.protocol.sampling import rank
 
 FAN_OUT = 8  # candidates kept of each row
+LIKELIEST = 256  # tokens that are given noise where no filter limits them
 
 
 def candidates(logits: npt.NDArray[np.float32], position: int, choice: Choice, count: int = FAN_OUT) -> Candidates:
     """The `count` best continuations of a row with `logits` [V] (in the target's ids), chosen for absolute `position`."""
     sampling = choice.sampling
+    if (
+        not sampling.greedy and sampling.top_k == 0
+    ):  # noise for the likeliest alone: a candidate beyond them is a surprise anyway
+        sampling = structs.replace(sampling, top_k=LIKELIEST)
     ids, scores = rank(logits, sampling, position, choice.history, count)
     if sampling.greedy:
         top = float(scores[0])

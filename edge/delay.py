@@ -28,8 +28,10 @@ class DelayedChannel:
         return frame
 
     async def close(self, reason: str = "") -> None:
-        with suppress(TimeoutError):  # what was sent before the end still arrives
-            await asyncio.wait_for(self._out.join(), self._delay + 1.0)
+        if not self._tasks[0].done():  # what was sent before the end still arrives
+            joined = asyncio.ensure_future(self._out.join())
+            await asyncio.wait({joined, self._tasks[0]}, timeout=self._delay + 1.0, return_when=asyncio.FIRST_COMPLETED)
+            joined.cancel()
         for task in self._tasks:
             task.cancel()
         await self._inner.close(reason)

@@ -36,6 +36,7 @@ class Figures:
     offered: int = 0  # steps whose last token fell where the draft had candidates
     matched: int = 0  # of those, how often it was among them
     first_token: float | None = None
+    last_token: float = 0.0
     step_seconds: float = 0.0
 
 
@@ -65,6 +66,7 @@ class Generation:
     in_flight: frozenset[int] = frozenset()
     acknowledged: int = 0
     retries: int = 0
+    left: bool = False  # nobody waits for its events any more
     _last_root: int = 0
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Generation:
         f, commit = self.figures, event.commit
         if f.first_token is None:
             f.first_token = now - self.begun
+        f.last_token = now - self.begun
         self.horizon.observe(now - self.one_way(), commit.step, len(event.tokens))
         if commit.step:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)

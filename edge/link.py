@@ -25,6 +25,7 @@ from paceline.protocol.messages import Error, Goaway, Hello, Message, Ping, Pong
 FIRST_BACK_OFF, LAST_BACK_OFF = 0.25, 15.0
 GREETING_SECONDS = 10.0
 PING_SECONDS = 1.0
+STEADY_SECONDS = 5.0  # a link that was up for longer than this comes back at once
 SILENCE_SECONDS = 15.0  # a link on which no pong comes for this long is taken for dead
 
 
@@ -39,6 +40,9 @@ class Listener(Protocol):
     def link_up(self, welcome: Welcome) -> None: ...
     def link_message(self, message: Message) -> None: ...
     def link_down(self, reason: str) -> None: ...
+    def link_may_go(self) -> bool:
+        """Is nothing going on that would rather end on this link?"""
+        ...
 
 
 @dataclass
@@ -83,15 +87,23 @@ class Link:
         self.traffic = Traffic()
         self.welcome: Welcome | None = None
         self.last_error = ""
+        self.leaving = False  # the verifier is going away: what is new belongs elsewhere
         self._connect, self._hello, self._listener = connect, hello, listener
         self._clock, self._random, self._attempts = clock, random, attempts
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         self._pong_at = 0.0
+        self._channel: Channel | None = None
+        self._closing: asyncio.Future[None] | None = None
 
     def send(self, message: Message) -> None:
         """Queue a message; what is queued when the link breaks is dropped, as the generations are then opened anew."""
         if self.state is State.UP:
             self._outbox.put_nowait(message)
+
+    def leave(self) -> None:
+        """Go on elsewhere now: the link ends, and comes up at whoever answers next."""
+        if self._channel is not None:
+            self._closing = asyncio.ensure_future(self._channel.close("going on elsewhere"))
 
     async def run(self) -> None:
         """Keep the link up. Raises ProtocolError if the cloud refuses this edge, LinkError after `attempts` failures."""
@@ -103,15 +115,16 @@ class Link:
             except (OSError, TimeoutError, ChannelClosed, LinkError) as e:
                 failures, self.last_error = failures + 1, str(e) or type(e).__name__
             else:
+                begin = self._clock()
                 up = await self._serve(channel)
-                failures = 0 if up else failures + 1
+                failures = 0 if up and self._clock() - begin > STEADY_SECONDS else failures + 1
             self.state = State.DOWN
             if self._attempts is not None and failures >= self._attempts:
                 raise LinkError(self.last_error)
             await asyncio.sleep(self._back_off(failures))
 
     def _back_off(self, failures: int) -> float:
-        limit = min(LAST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** max(failures - 1, 0))
+        limit = min(LAST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** min(max(failures - 1, 0), 16))  # 2.0 ** 1024 is no float
         return self._random.uniform(0.0, limit) if failures else 0.0
 
     async def _serve(self, channel: Channel) -> bool:
@@ -119,8 +132,10 @@ class Link:
         up = False
         tasks: list[asyncio.Task[None]] = []
         try:
-            self.welcome = await asyncio.wait_for(self._greet(channel), GREETING_SECONDS)
+            async with asyncio.timeout(GREETING_SECONDS):  # wait_for may swallow a cancellation before Python 3.12
+                self.welcome = await self._greet(channel)
             up, self.state, self._pong_at = True, State.UP, self._clock()
+            self.leaving, self._channel = False, channel
             self._outbox = asyncio.Queue()
             tasks = [asyncio.create_task(self._write(channel)), asyncio.create_task(self._ping(channel))]
             self._listener.link_up(self.welcome)
@@ -133,6 +148,7 @@ class Link:
                 self.state = State.REFUSED
                 raise
         finally:
+            self._channel = None
             for task in tasks:
                 task.cancel()
             await channel.close()
@@ -158,8 +174,11 @@ class Link:
                     self._pong_at = self._clock()
                     self.round_trip.observe(max(self._pong_at - message.time, 0.0))
                 case Goaway():
-                    self.last_error = message.reason
-                    return
+                    self.last_error, self.leaving = message.reason, True
+                    if not message.drain or self._listener.link_may_go():
+                        return
+                case Error(sid=None):  # the cloud could not read what was sent: nobody knows what else got lost
+                    raise ProtocolError(message.code, message.message)
                 case _:
                     self._listener.link_message(message)
 
@@ -171,7 +190,7 @@ class Link:
             pass  # the reader hears of it too
 
     async def _ping(self, channel: Channel) -> None:
-        while self._clock() - self._pong_at < SILENCE_SECONDS:
+        while 0 <= self._clock() - self._pong_at < SILENCE_SECONDS:  # a clock that went back tells nothing
             self.send(Ping(time=self._clock()))
             await asyncio.sleep(PING_SECONDS if len(self.round_trip.samples) > 3 else PING_SECONDS / 10)
         await channel.close("no answer")

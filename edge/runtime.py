@@ -2,11 +2,12 @@
 
 import asyncio
 import hashlib
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +17,19 @@ from paceline.edge.draft import Draft, Extended
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
-from paceline.edge.websocket import SocketChannel
+from paceline.edge.websocket import Address, SocketChannel
 from paceline.protocol.channel import Channel
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an agent on this machine needs. `round_trip` seconds are added to the link, for trying things out."""
+    """What an agent on this machine needs.
 
-    url: str
+    The next of `addresses` is tried whenever one cannot be reached. `round_trip` seconds are added to the link, for trying
+    things out.
+    """
+
+    addresses: tuple[Address, ...]
     vocabulary: Path
     draft: Path | None
     cache: Path
@@ -41,13 +46,14 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     predictor = Predictor(enabled=settings.predictor)
     table = settings.cache / "predictor" / f"{_pair(settings, text)}.json"
     predictor.load(table)
+    turns = itertools.cycle(settings.addresses)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
 
     def run(work: Callable[[], Extended]) -> Awaitable[Extended]:
         return asyncio.get_running_loop().run_in_executor(pool, work)
 
     agent = Agent(
-        lambda: _connect(settings),
+        lambda: _connect(next(turns), settings.round_trip),
         text.vocabulary,
         policy,
         draft,
@@ -63,12 +69,13 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     finally:
         pool.shutdown(cancel_futures=True)
         if draft is not None and predictor.enabled:
-            predictor.save(table)
+            with suppress(OSError):  # a table that cannot be written is only learned again
+                predictor.save(table)
 
 
-async def _connect(settings: Settings) -> Channel:
-    channel = await SocketChannel.connect(settings.url)
-    return DelayedChannel(channel, settings.round_trip) if settings.round_trip else channel
+async def _connect(address: Address, round_trip: float) -> Channel:
+    channel = await SocketChannel.connect(address)
+    return DelayedChannel(channel, round_trip) if round_trip else channel
 
 
 def _draft(settings: Settings, text: Text) -> Draft:

@@ -9,22 +9,35 @@ import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from paceline.kernels.llama import Model
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.vocabulary import Vocabulary
 
 Turn = dict[str, str]  # "role" and "content"
 
 
+class Tokenizer(Protocol):
+    """A vocabulary file as `Text` needs it."""
+
+    adds_bos: bool
+    bos: int
+    chat_template: str | None
+    name: str
+
+    def tokens(self) -> list[str]: ...
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]: ...
+    def piece(self, token: int, *, special: bool = False) -> bytes: ...
+    def end_tokens(self) -> list[int]: ...
+
+
 class Text:
-    """Tokeniser and chat template of a vocabulary file (a GGUF, with or without weights)."""
+    """Tokeniser and chat template of a vocabulary file: a GGUF, with or without weights, or a tokenizer.json bundle."""
 
     def __init__(self, path: str | Path) -> None:
-        self._model = Model(path, vocabulary_only=True)
+        self._model = _tokenizer(Path(path))
         self.vocabulary = Vocabulary.of(self._model.name, self._model.tokens())
         self.end_tokens = self._model.end_tokens()
         self._template = self._model.chat_template
@@ -46,6 +59,10 @@ class Text:
     def decoder(self) -> "Decoder":
         return Decoder(self._model)
 
+    def piece(self, token: int) -> bytes:
+        """Bytes of a token as it is spelt, control tokens too; none for an id that is not in the vocabulary."""
+        return self._model.piece(token, special=True) if token < self.vocabulary.size else b""
+
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of whole sequences of tokens; control tokens have none."""
         decoder = self.decoder()
@@ -62,7 +79,8 @@ class Text:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         values: dict[str, Any] = {"messages": list(turns), "add_generation_prompt": True}
-        values["bos_token"], values["eos_token"] = self._spelling(self._model.bos), self._spelling(self.end_tokens[0])
+        values["bos_token"] = self._spelling(self._model.bos)
+        values["eos_token"] = self._spelling(self.end_tokens[0] if self.end_tokens else -1)
         try:
             assert self._template is not None
             return environment.from_string(self._template).render(**values)
@@ -76,7 +94,7 @@ class Text:
 class Decoder:
     """Text of a stream of tokens, without ever cutting a character in two."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Tokenizer) -> None:
         self._model = model
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -86,6 +104,21 @@ class Decoder:
     def end(self) -> str:
         """What is left when nothing more comes: a replacement sign for a character that was never finished."""
         return self._decoder.decode(b"", final=True)
+
+
+def _tokenizer(path: Path) -> Tokenizer:
+    try:
+        with path.open("rb") as file:
+            first = file.read(1)
+    except OSError as e:
+        raise PacelineError(f"{path}: {e.strerror or e}") from None
+    if first == b"{":
+        from paceline.edge.tokenizer_json import JsonTokenizer
+
+        return JsonTokenizer(path)
+    from paceline.kernels.llama import Model
+
+    return Model(path, vocabulary_only=True)
 
 
 def _refuse(message: str) -> None:

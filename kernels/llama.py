@@ -44,6 +44,10 @@ class Model:
                 f"{path}: llama.cpp cannot load this file; it is damaged or of an architecture it does not know"
             )
         self._vocab: Any = ll.llama_model_get_vocab(self._model)
+        self.name = self.metadata("general.name") or self.path.stem
+        self.adds_bos = bool(ll.llama_vocab_get_add_bos(self._vocab))
+        self.bos: int = ll.llama_vocab_bos(self._vocab)
+        self.chat_template = self.metadata("tokenizer.chat_template")
         self.rows: int = ll.llama_vocab_n_tokens(self._vocab)
         self.context: int = ll.llama_model_n_ctx_train(self._model)
 
@@ -56,10 +60,6 @@ class Model:
     def handle(self) -> Any:
         assert self._model, "the model is closed"
         return self._model
-
-    @property
-    def name(self) -> str:
-        return self.metadata("general.name") or self.path.stem
 
     def metadata(self, key: str) -> str | None:
         """A metadata value as text, or None."""
@@ -96,18 +96,6 @@ class Model:
     def end_tokens(self) -> list[int]:
         """Ids that end a generation (end of text, end of turn)."""
         return [i for i in range(self.rows) if ll.llama_vocab_is_eog(self._vocab, i)]
-
-    @property
-    def adds_bos(self) -> bool:
-        return bool(ll.llama_vocab_get_add_bos(self._vocab))
-
-    @property
-    def bos(self) -> int:
-        return int(ll.llama_vocab_bos(self._vocab))
-
-    @property
-    def chat_template(self) -> str | None:
-        return self.metadata("tokenizer.chat_template")
 
 
 class Context:

@@ -62,6 +62,7 @@ class EdgeSession:
         stop_ids: Iterable[int] = (),
         logprobs: int | None = None,
         *,
+        grammar: str = "",
         vocabulary_size: int = 2**31,
     ) -> None:
         self.sid = -1  # none yet
@@ -70,6 +71,7 @@ class EdgeSession:
         self.max_tokens = max_tokens
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
+        self.grammar = grammar
         self.patience = Patience()  # see `Open`
         self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
@@ -81,6 +83,17 @@ class EdgeSession:
         self._resume = ""
         self._numbers: dict[int, int] = {}  # node -> its number on the wire
         self._next_number = 0
+
+    def restore(self, held: Iterable[int], resume: str = "") -> None:
+        """Before the first `open`: go on with a generation of which `held` is known, from another process of this device."""
+        assert self.sid < 0, "nothing was opened yet"
+        self._advance(tuple(held))
+        self._resume = resume
+
+    @property
+    def resume(self) -> str:
+        """The token by which the cloud knows this session; empty before `opened`."""
+        return self._resume
 
     @property
     def position(self) -> int:
@@ -108,6 +121,7 @@ class EdgeSession:
             held=tuple(self.committed),
             resume=self._resume,
             logprobs=self.logprobs,
+            grammar=self.grammar,
             patience=self.patience.longest,
             response=self.patience.response,
             row=self.patience.row,
@@ -171,7 +185,7 @@ class EdgeSession:
                 self._receive_opened(message)
             case Commit():
                 return self._receive_commit(message)
-            case Error() if message.code not in HARMLESS:
+            case Error() if message.code not in HARMLESS | {Code.DUPLICATE_SESSION}:
                 self._fail(message.code, message.message, message.retry_after)
         return []
 

@@ -22,6 +22,8 @@ class Code(StrEnum):
     UNKNOWN_SESSION = "unknown_session"
     DUPLICATE_SESSION = "duplicate_session"
     SESSION_LIMIT = "session_limit"
+    RATE_LIMIT = "rate_limit"
+    IDLE = "idle"
     BAD_PROMPT = "bad_prompt"
     CONTEXT = "context"
     BAD_PARAMS = "bad_params"
@@ -37,7 +39,20 @@ class Code(StrEnum):
 
 
 #: Codes after which the same request may succeed later, unchanged.
-RETRYABLE = frozenset({Code.SESSION_LIMIT, Code.OVERLOADED, Code.ENGINE, Code.INTERNAL, Code.UNKNOWN_SESSION})
+RETRYABLE = frozenset(
+    {
+        Code.SESSION_LIMIT,
+        Code.RATE_LIMIT,
+        Code.IDLE,
+        Code.OVERLOADED,
+        Code.ENGINE,
+        Code.INTERNAL,
+        Code.UNKNOWN_SESSION,
+    }
+)
+
+#: Codes that say no to a peer that did nothing wrong.
+REFUSALS = RETRYABLE - {Code.UNKNOWN_SESSION}
 
 #: Codes after which the session goes on: what did not fit was dropped, and nothing else.
 HARMLESS = frozenset({Code.TREE_LIMIT})

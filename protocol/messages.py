@@ -10,6 +10,7 @@ from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.sampling import Sampling, TokenId
 
 VERSION = 1
+GRAMMAR = "grammar"  # the feature of a cloud that keeps the text to the grammar of `open`
 SUBPROTOCOL = "paceline.v1"
 
 MAX_OPEN_BYTES = 4 * 1024 * 1024  # `open` carries a whole prompt; the transport's limit for a frame
@@ -20,6 +21,7 @@ MAX_NODES_A_DRAFT = 128  # nodes in one `draft` message
 MAX_COMMIT = 512  # tokens in one `commit` message
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+MAX_GRAMMAR = 65_536  # characters
 MAX_TEXT = 2048  # characters of a sentence for people
 NODE_WINDOW = 4096  # a parent lies at most this many node numbers back
 WEIGHT_UNIT = 1 / 16  # nats a step of the one-byte weights of a draft
@@ -64,6 +66,7 @@ class Open(Message, frozen=True):
     held: Tokens = ()
     resume: Annotated[str, Meta(max_length=64)] = ""  # the token `opened` gave, if any
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""  # a JSON schema; the text is an instance of it
     # A step that would begin with no node waits for one, if it is due within `patience`: `response` seconds after the commit
     # that left the tree, and `row` seconds later for each token committed since. An ack of the whole text ends the wait.
     patience: Seconds = 0.0
@@ -117,6 +120,7 @@ class Welcome(Message, frozen=True):
     sessions: Annotated[int, Meta(ge=1, le=2**20)]  # sessions of this connection
     session_ttl: Seconds  # how long a session outlives its connection
     verify_floor: Seconds = 0.0  # a step is paced to take at least this long (benchmarks say so)
+    features: Annotated[tuple[Name, ...], Meta(max_length=32)] = ()
 
 
 class Opened(Message, frozen=True):

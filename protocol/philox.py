@@ -29,7 +29,7 @@ _MANY = 1024  # tokens from which it pays to look how they lie
 
 def philox(counter: Sequence[Counter], key: tuple[int, int]) -> Words:
     """Philox-4x32-10 blocks [n, 4] of the counters, whose four words are arrays [n] or numbers, under one key."""
-    n = max(np.size(word) for word in counter)
+    n = np.broadcast(*counter).size
     even, odd = np.empty((2, n), np.uint64), np.empty((2, n), np.uint64)  # words 0 and 2, words 1 and 3
     even[0], odd[0], even[1], odd[1] = counter
     product = np.empty_like(even)
@@ -43,7 +43,7 @@ def philox(counter: Sequence[Counter], key: tuple[int, int]) -> Words:
         np.bitwise_and(crossed, _LOW, out=odd)
         low, high = (low + _WEYL[0]) & 0xFFFFFFFF, (high + _WEYL[1]) & 0xFFFFFFFF
     out = np.empty((n, 4), np.uint32)
-    out[:, 0::2], out[:, 1::2] = even.T, odd.T
+    out[:, 0], out[:, 1], out[:, 2], out[:, 3] = even[0], odd[0], even[1], odd[1]
     return out
 
 

@@ -3,8 +3,9 @@
     token = argmax over v of  log p_v + G(seed, position, v)
 
 with G Gumbel noise (`philox`) and p the softmax of the logits after, in this order: logit bias, repetition, presence and
-frequency penalties, temperature, top-k, top-p, min-p. That is the order of vLLM and of the OpenAI API; llama.cpp applies the
-temperature last, which `temperature_last` asks for. Temperature 0 (below 1e-5) is the plain argmax of the adjusted logits.
+frequency penalties, temperature, top-k, top-p, min-p: penalties and temperature before the filters, as vLLM has it, and the
+filters in llama.cpp's order. llama.cpp applies the temperature last, which `temperature_last` asks for. Temperature 0
+(below 1e-5) is the plain argmax of the adjusted logits.
 Because the noise is tied to the position, the target's text is a function of (prompt, parameters): it cannot depend on what
 was drafted, and a device that knows the seed ranks its own logits by the very same noise ("Gumbel coupling", Daliri, Musco and
 Suresh, arXiv 2408.07978; DESIGN and tests call it the coupled rule).
@@ -25,8 +26,8 @@ Numbers = npt.NDArray[np.float32] | Floats
 
 GREEDY_BELOW = 1e-5  # temperatures below this are greedy: dividing by them would overflow
 _HEAD = 32  # likeliest tokens scored first, to bound how far down the list a winner can lie
-_FEW = 256  # so many are scored as they are
-_CHUNK = 16384  # tokens whose noise is drawn at a time: more leave the cache
+_FEW = 2048  # so many are scored as they are
+_CHUNK = 12288  # tokens whose noise is drawn at a time: more leave the cache, and cost pages
 _PART = 64  # numbers in a part of `kth_largest`
 _SLACK = 1e-4  # nats; rounding, in single precision as well, is far smaller
 
@@ -227,8 +228,10 @@ def _perturb(x: Numbers, ids: Ids, params: Sampling, position: int, count: int) 
     found = []
     for start in range(0, len(ids), _CHUNK):
         part = ids[start : start + _CHUNK]
-        y = (x[start : start + _CHUNK] if every else x[part]).astype(np.float64) / params.temperature - bound
-        chance = np.exp(np.minimum(y, 0).astype(np.float32) + _SLACK) * np.float32(2**32)
+        y = (x[start : start + _CHUNK] if every else x[part]).astype(np.float64)
+        y /= params.temperature
+        y -= bound
+        chance = np.exp(np.minimum(y, 0, out=y).astype(np.float32) + _SLACK) * np.float32(2**32)
         able = np.flatnonzero(chance >= 0.5)
         if 4 * len(able) < len(part):  # else whole blocks cost less
             part, chance = part[able], chance[able]

@@ -23,6 +23,7 @@ class Kind(StrEnum):
     IQ4_NL = "IQ4_NL"
     Q4_0 = "Q4_0"
     Q8_0 = "Q8_0"
+    Q4_K_M = "Q4_K_M"  # llama.cpp widens what does not divide by 256
 
 
 class RequantiseError(PacelineError):
@@ -67,6 +68,7 @@ def _quantise(src: str, dst: str, kind: Kind, threads: int) -> int:
         Kind.IQ4_NL: llama_cpp.LLAMA_FTYPE_MOSTLY_IQ4_NL,
         Kind.Q4_0: llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
         Kind.Q8_0: llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
+        Kind.Q4_K_M: llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
     }
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = ftypes[kind]

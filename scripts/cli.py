@@ -4,15 +4,17 @@ Knows the names of the commands and how an error reaches a person. Each command 
 called, so that a device needs no torch and a verifier no llama.cpp.
 """
 
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
 import typer
 from paceline.protocol.errors import PacelineError
+from paceline.quant.cli import app as draft_app
+from paceline.scripts.command_bench import app as bench_app
 from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
+from paceline.scripts.command_edge import edge
+from paceline.scripts.version import installed
 from typer.core import TyperGroup
 
 
@@ -43,10 +45,8 @@ app.add_typer(models_app, name="models")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"paceline {installed_version('paceline')}")
-        except PackageNotFoundError:
-            typer.echo("paceline, from a checkout that is not installed")
+        found = installed()
+        typer.echo(f"paceline {found}" if found else "paceline, from a checkout that is not installed")
         raise typer.Exit
 
 
@@ -98,7 +98,10 @@ def list_models() -> None:
     console.print(f"\nFetched to {cache_folder()}", highlight=False, soft_wrap=True)
 
 
+app.add_typer(draft_app, name="draft")
+app.add_typer(bench_app, name="bench")
 app.command("chat")(chat)
+app.command("edge")(edge)
 app.command("cloud")(cloud)
 app.command("demo")(demo)
 

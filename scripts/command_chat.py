@@ -1,7 +1,8 @@
 """`paceline chat`: talk to a target through a verifier, here or elsewhere."""
 
+import os
 import sys
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,15 +11,20 @@ from paceline.scripts import options
 
 if TYPE_CHECKING:
     from paceline.edge.chat import Chat
+    from paceline.edge.conversation import Conversation
     from paceline.edge.runtime import Settings
-    from paceline.protocol.sampling import Sampling
+    from paceline.edge.screen import Screen
+
+ATTEMPTS = 8  # to reach a verifier, before the chat ends
 
 
 def chat(
-    url: Annotated[str | None, typer.Option(help="The verifier, ws://host:port or wss://host:port.")] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="Start a verifier on this machine for as long as this runs.")
-    ] = False,
+    url: options.Urls = None,
+    key: options.Key = None,
+    insecure: options.Insecure = False,
+    authority: options.Authority = None,
+    certificate: options.Certificate = None,
+    local: options.Local = False,
     prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="Answer this and stop.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
     pair: options.Pair = "smollm2",
@@ -33,6 +39,17 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     stats: Annotated[bool, typer.Option("--stats", help="Say after each answer how it was made.")] = False,
+    color: Annotated[bool, typer.Option("--color", help="Show which tokens the draft had right, in colour.")] = False,
+    optimistic: Annotated[
+        bool, typer.Option("--optimistic", help="Show dimmed what is drafted ahead, and correct it.")
+    ] = False,
+    offline: Annotated[
+        str | None,
+        typer.Option(help="draft: while the verifier is away the draft answers alone, marked on every line."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the answer during which this command was killed.")
+    ] = False,
     threads: options.Threads = None,
     rtt: options.RoundTrip = 0.0,
     verify_floor: options.VerifyFloor = 0.0,
@@ -40,60 +57,101 @@ def chat(
     """Chat. Ctrl-C stops an answer, Ctrl-D leaves. Piped input is one question."""
     import asyncio
 
+    from paceline.edge.conversation import Conversation
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import Settings
-    from paceline.edge.vocabulary_cache import vocabulary_file
     from paceline.protocol.errors import PacelineError
-    from paceline.scripts.local import local_verifier
     from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import files_of, vocabulary_of
+    from paceline.scripts.verifier import Choice, verifier
 
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if (url is None) == (not local):
-        raise PacelineError("say where the verifier is: --url ws://host:port, or --local to start one here")
-    if prompt is None and not sys.stdin.isatty():
+    if offline not in (None, "draft"):
+        raise PacelineError(f"--offline {offline} is not known; there is --offline draft")
+    if offline and not chosen.drafts:
+        raise PacelineError(f"--offline draft needs a draft, and the policy {policy} has none; use --policy stream")
+    if prompt is None and not resume and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        vocabulary = vocabulary_file(url, cache_folder()) if url is not None else None
-        files = files_of(pair, target, draft) if local or chosen.drafts else None
-        if url is None:
-            assert files is not None
-            floor = ["--verify-floor", str(verify_floor), *(["--threads", str(threads)] if threads else [])]
-            url = stack.enter_context(local_verifier(["--model", str(files.target), *floor]))
-            vocabulary = vocabulary_of(files.target)
-        assert vocabulary is not None
-        settings = Settings(url, vocabulary, files.draft if files else None, cache_folder(), threads, rtt)
-        asyncio.run(_talk(settings, policy, params, max_tokens, prompt, system, stats))
+    door = (url or (), key, insecure, authority, certificate)
+    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, alone=offline is not None)
+    with verifier(choice) as place:
+        attempts = None if offline else ATTEMPTS
+        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts)
+        conversation = Conversation(params, max_tokens, system)
+        shown = Shown(stats, color, optimistic, offline is not None, resume)
+        asyncio.run(_talk(settings, policy, conversation, prompt, shown))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How answers are shown."""
+
+    stats: bool
+    color: bool
+    optimistic: bool
+    offline: bool
+    resume: bool = False  # begin with the answer that was not finished
 
 
 async def _talk(
-    settings: "Settings",
-    policy: str,
-    params: "Sampling",
-    max_tokens: int,
-    prompt: str | None,
-    system: str | None,
-    stats: bool,
+    settings: "Settings", policy: str, conversation: "Conversation", prompt: str | None, shown: Shown
 ) -> None:
-    from paceline.edge.chat import Chat, say_aside, write_out
+    import time
+
+    from paceline.edge.chat import Chat
+    from paceline.edge.held import Keeping, read_held
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import running_agent
     from paceline.edge.text import Text
+    from paceline.protocol.errors import PacelineError
 
     text = Text(settings.vocabulary)
     async with running_agent(settings, text, policy_named(policy)) as agent:
-        chat = Chat(agent, text, params, max_tokens, write_out, say_aside, stats)
-        if system is not None:
-            chat.turns.append({"role": "system", "content": system})
+        path = settings.cache / "unfinished.json"
+        keeping = Keeping(agent, path, time.perf_counter, fingerprint=text.vocabulary.fingerprint)
+        chat = Chat(
+            agent, text, conversation, _screen(shown), stats=shown.stats, offline=shown.offline, keeping=keeping
+        )
+        if shown.resume:
+            if (held := read_held(path)) is None:
+                raise PacelineError("there is no unfinished answer to go on with")
+            await chat.go_on(held)
+            if prompt is None and not sys.stdin.isatty():
+                return
         if prompt is not None:
-            await chat.ask(prompt)
-            write_out("\n")
+            await chat.turn(prompt)
         else:
             await _converse(chat, settings.cache)
+
+
+def _screen(shown: Shown) -> "Screen":
+    """Colour and guesses are for terminals, and colour for those who want it (https://no-color.org)."""
+    from paceline.edge.screen import Screen
+
+    terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Screen(
+        _write,
+        lambda line: print(line, file=sys.stderr, flush=True),
+        color=shown.color and terminal and not plain,
+        guesses=shown.optimistic and terminal,
+        width=_columns,
+    )
+
+
+def _columns() -> int:
+    """The terminal's own answer: what COLUMNS says may be of another time, or another terminal."""
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 async def _converse(chat: "Chat", cache: Path) -> None:
@@ -101,11 +159,12 @@ async def _converse(chat: "Chat", cache: Path) -> None:
     import signal
 
     from paceline.edge.chat import Interrupts, interactive
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.history import FileHistory
+    from paceline.edge.commands import Commands
+    from paceline.edge.terminal import Reader
+    from platformdirs import user_data_path
 
     interrupts = Interrupts()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupts)
-    session: PromptSession[str] = PromptSession(history=FileHistory(str(cache / "chat_history")))
-    print("Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
-    await interactive(chat, lambda: session.prompt_async(">>> ", handle_sigint=False), interrupts)
+    saved = Path(os.environ.get("PACELINE_DATA") or user_data_path("paceline")) / "conversations"
+    print("/? lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.", file=sys.stderr)
+    await interactive(chat, Reader(cache / "chat_history", saved), interrupts, Commands(chat, saved))

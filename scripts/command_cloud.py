@@ -1,5 +1,6 @@
 """`paceline cloud`: a verifier."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -7,49 +8,85 @@ from paceline.scripts import options
 
 
 def cloud(
+    ctx: typer.Context,
     model: Annotated[str, typer.Option(help="The target: alias, GGUF file or hf:org/name:file.gguf.")] = "smollm2",
     engine: options.Engine = "llamacpp",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8765,
     context: Annotated[int, typer.Option(min=16, help="Tokens a session may hold, prompt and text.")] = 2048,
     slots: Annotated[int, typer.Option(min=1, help="Sessions in the engine at once.")] = 8,
+    queue: Annotated[int, typer.Option(min=0, help="Sessions that may wait for a slot.")] = 256,
+    connections: Annotated[int, typer.Option(min=1, help="Edges connected at once.")] = 1024,
+    messages_a_second: Annotated[float, typer.Option(help="Frames of one key; no more are read.")] = 2000.0,
+    idle_timeout: Annotated[float, typer.Option(help="Seconds without a frame that end a connection.")] = 120.0,
     threads: options.Threads = None,
     gpu_layers: Annotated[int, typer.Option(help="Layers that llama.cpp puts on a GPU.")] = 0,
+    device: options.Device = "auto",
+    exact: options.Exact = False,
+    quant: options.Quant = None,
     width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
     verify_floor: options.VerifyFloor = 0.0,
     session_ttl: Annotated[float, typer.Option(min=0, help="Seconds that a session outlives its connection.")] = 60.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that running sessions get to end after SIGTERM; a second one ends at once."),
+    ] = 30.0,
+    keys: Annotated[Path | None, typer.Option(help="File of bearer keys, a name and a key on each line.")] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Certificate chain: serve wss:// instead of ws://.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, if it is not in the same file.")] = None,
+    tls_clients: Annotated[
+        Path | None, typer.Option(help="Authority that must have signed an edge's certificate.")
+    ] = None,
+    log_format: Annotated[str, typer.Option(help="text or json, one object a line.")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    config: Annotated[
+        Path | None,
+        typer.Option(envvar="PACELINE_CLOUD_CONFIG", help="TOML file of settings; flags and environment win."),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Show the settings as they are in force, and stop.")] = False,
     keep_order: Annotated[bool, typer.Option(hidden=True)] = True,
     stop_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Serve a target to edges: verify what they draft, commit what the target chooses."""
+    """Serve a target to edges: verify what they draft, commit what the target chooses.
+
+    Every option can be a variable too (PACELINE_CLOUD_DRAIN_TIMEOUT=60), or a line of a file (drain_timeout = 60).
+    """
     import asyncio
 
-    from paceline.cloud.serve import Settings, load_engine, serve
+    from paceline.cloud.keys import Keys
+    from paceline.cloud.logs import set_up
+    from paceline.cloud.serve import load_engine, serve
+    from paceline.cloud.server import tls_context
+    from paceline.cloud.settings import Settings, effective, listing
     from paceline.scripts.local import READY
     from paceline.scripts.models import cache_folder, resolve
     from paceline.scripts.pairs import vocabulary_of
     from paceline.scripts.progress import progress_bar
 
-    settings = Settings(
-        engine=engine,
-        host=host,
-        port=port,
-        context=context,
-        slots=slots,
-        threads=threads,
-        gpu_layers=gpu_layers,
-        width=width,
-        verify_floor=verify_floor,
-        session_ttl=session_ttl,
-        keep_order=keep_order,
-    )
-    if engine == "toy":
+    given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    settings, sources = effective({name: ctx.params[name] for name in given & Settings.model_fields.keys()}, config)
+    if check:
+        typer.echo(listing(settings, sources))
+        if settings.keys is not None:
+            typer.echo(f"# {settings.keys} holds {len(Keys(settings.keys))} keys")
+        if settings.tls_certificate is not None:
+            tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
+        return
+    set_up(settings.log_format, settings.log_level)
+    if settings.engine == "toy":
         path = None
     else:
-        with progress_bar(model) as report:
-            path = resolve(model, cache_folder(), report)
+        with progress_bar(settings.model) as report:
+            path = resolve(settings.model, cache_folder(), report)
     loaded = load_engine(settings, path)
-    vocabulary = vocabulary_of(path) if path is not None and path.is_file() else None
+    if not getattr(loaded, "exact", True):
+        warning = (
+            "rows of this model depend on the batch they run in: at near ties the text may differ from plain decoding"
+        )
+        typer.echo(f"paceline: {warning}", err=True)
+    vocabulary = vocabulary_of(path) if path is not None else None
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

@@ -17,6 +17,8 @@ def demo(
     target: options.Target = None,
     draft: options.Draft = None,
     engine: options.Engine = "llamacpp",
+    exact: options.Exact = False,
+    quant: options.Quant = None,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -43,6 +45,8 @@ def demo(
     files = files_of(pair, target, draft)
     arguments = ["--model", str(files.target), "--engine", engine, "--verify-floor", str(verify_floor)]
     arguments += ["--threads", str(threads)] if threads else []
+    arguments += ["--exact"] if exact else []
+    arguments += ["--quant", quant] if quant else []
     arguments += ["--width", str(width)] if width is not None else []
     with local_verifier(arguments) as url:
         question = Question(prompt, params, max_tokens)

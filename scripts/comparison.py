@@ -10,6 +10,7 @@ from paceline.edge.generation import Generation
 from paceline.edge.policies import policy as policy_named
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.text import Text
+from paceline.edge.websocket import Address
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
 
@@ -39,7 +40,7 @@ async def compare(
 ) -> dict[str, Any]:
     """Ask plainly, then with `policy`; figures of the second, and both texts."""
     text = Text(vocabulary)
-    settings = Settings(url, vocabulary, draft, cache_folder(), threads, rtt, attempts=3)
+    settings = Settings((Address(url),), vocabulary, draft, cache_folder(), threads, rtt, attempts=3)
     async with running_agent(settings, text, policy_named("ar")) as agent:
         plain = await answer(agent, text, question)
     async with running_agent(settings, text, policy_named(policy)) as agent:

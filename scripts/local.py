@@ -1,9 +1,12 @@
 """A verifier of one's own: the same `paceline cloud` that runs elsewhere, as a child process on this machine."""
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import Thread
 
 from paceline.protocol.errors import PacelineError
 
@@ -17,18 +20,19 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
     It also ends when this process is killed: it watches its standard input. Raises PacelineError with what it said.
     """
     command = [sys.executable, "-m", "paceline.scripts.cli", "cloud", "--port", "0", "--stop-with-stdin", *arguments]
+    # Not a pipe: nobody reads along, and a full pipe stops a process.
+    said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
+    )  # in a session of its own: Ctrl-C in this terminal stops an answer, not the verifier
     assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stderr is not None
     try:
         line = process.stdout.readline().strip()
         if not line.startswith(READY):
-            process.stdin.close()
-            said = process.stderr.read().strip().removeprefix("paceline: ")
-            raise PacelineError(said or "the local verifier ended before it was ready")
+            process.wait()
+            said.seek(0)
+            raise PacelineError(_reason(said.read()))
         yield line.removeprefix(READY)
     finally:
         process.stdin.close()
@@ -38,4 +42,25 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
             process.kill()
             process.wait()
         process.stdout.close()
-        process.stderr.close()
+        said.close()
+
+
+def _reason(said: str) -> str:
+    """The verifier's own line of error, of all that it said."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    own = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
+    return (
+        own[-1] if own else f"the local verifier ended before it was ready: {lines[-1] if lines else 'it said nothing'}"
+    )
+
+
+def when_stdin_ends(then: Callable[[], object]) -> None:
+    """Call `then` on the running loop when standard input ends: a parent that is killed takes its child along."""
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        loop.call_soon_threadsafe(then)
+
+    Thread(target=wait, daemon=True, name="stdin").start()

@@ -15,6 +15,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 from paceline.protocol.errors import PacelineError
+from paceline.quant import drafts_folder
 from paceline.quant.landing import disk_errors, landing, require_space
 from paceline.quant.vocab import MAGIC, CorruptModelError
 from paceline.scripts.catalogue import MODELS, PAIRS, Model, PairRecipe
@@ -106,19 +107,50 @@ def resolve_pair(name: str, cache: Path, report: Report = silent, *, threads: in
     return Pair(target, _draft(recipe, target, threads))
 
 
-def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
-    if recipe.draft is None:
+def pair_is_ready(name: str, cache: Path) -> bool:
+    """Whether the files of the pair `name` are in `cache` already; False for an unknown name."""
+    recipe = PAIRS.get(name)
+    if recipe is None:
+        return False
+    target = cache / MODELS[recipe.target].filename
+    there = held(target) == MODELS[recipe.target].size
+    return there and (_draft_path(recipe, target) == target or _as_noted(_draft_path(recipe, target)))
+
+
+def _draft_path(recipe: PairRecipe, target: Path) -> Path:
+    """Where the pair's draft lies. The name says from which target's bytes and to which draft's, so that none is mistaken."""
+    if recipe.shipped is None and recipe.draft is None:
         return target
-    model = MODELS[recipe.target]
-    # The name carries the start of the target's hash: a draft of another target is never taken for this one's.
-    draft = target.with_name(f"{target.stem}.{model.sha256[:8]}.{recipe.draft}.gguf")
+    how = recipe.draft or f"{recipe.shipped}-{_shipped_digest(recipe.shipped or '')[:8]}"
+    return target.with_name(f"{target.stem}.{MODELS[recipe.target].sha256[:8]}.{how}.gguf")
+
+
+def _shipped_digest(name: str) -> str:
+    card = json.loads((drafts_folder() / name / "draft.json").read_text())
+    return str(card["files"]["draft.gguf"])
+
+
+def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
+    draft = _draft_path(recipe, target)
+    if draft == target:
+        return target
     with disk_errors(target.parent), FileLock(draft.with_name(f"{draft.name}.lock")):
         if not _as_noted(draft):
-            from paceline.quant.requantise import requantise
-
-            requantise(target, draft, recipe.draft, threads=threads)
-            _note(draft, model)
+            _make_draft(recipe, target, draft, threads)
+            _note(draft, MODELS[recipe.target])
     return draft
+
+
+def _make_draft(recipe: PairRecipe, target: Path, draft: Path, threads: int) -> None:
+    if recipe.shipped is not None:
+        from paceline.quant.patch import apply
+
+        apply(drafts_folder() / recipe.shipped / "draft.patch", target, draft)
+        return
+    from paceline.quant.requantise import requantise
+
+    assert recipe.draft is not None
+    requantise(target, draft, recipe.draft, threads=threads)
 
 
 def _note(draft: Path, model: Model) -> None:

@@ -1,12 +1,22 @@
 """Options that several commands share, and how they become checked values."""
 
 import secrets
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from paceline.protocol.codec import convert
 from paceline.protocol.sampling import Sampling
 
+Urls = Annotated[
+    list[str] | None,
+    typer.Option("--url", help="A verifier, wss://host:port; given again: others, tried when it cannot be reached."),
+]
+Key = Annotated[str | None, typer.Option(envvar="PACELINE_KEY", help="The key that lets this device in.")]
+Insecure = Annotated[bool, typer.Option(help="Allow ws:// to another machine: nothing is encrypted.")]
+Authority = Annotated[Path | None, typer.Option(help="Certificates to trust instead of the system's.")]
+Certificate = Annotated[Path | None, typer.Option(help="This device's own certificate and key, for mutual TLS.")]
+Local = Annotated[bool, typer.Option("--local", help="Start a verifier on this machine for as long as this runs.")]
 Pair = Annotated[str, typer.Option(help="A target and its draft by one name: smollm2, smollm2-self.")]
 Target = Annotated[str | None, typer.Option(help="The target: alias, GGUF file, folder or hf:org/name; with --draft.")]
 Draft = Annotated[str | None, typer.Option(help="The draft for --target: alias, GGUF file or hf:org/name:file.gguf.")]
@@ -25,7 +35,10 @@ RoundTrip = Annotated[float, typer.Option("--rtt", min=0, max=10, help="Seconds 
 VerifyFloor = Annotated[
     float, typer.Option(min=0, max=10, help="Pace each step of the verifier to at least so many seconds.")
 ]
-Engine = Annotated[str, typer.Option(help="What runs the target: llamacpp.")]
+Exact = Annotated[bool, typer.Option("--exact", help="torch: a row's bits never depend on the rows beside it.")]
+Quant = Annotated[str | None, typer.Option(help="torch: weights in nf4, int8 or w4.")]
+Device = Annotated[str, typer.Option(help="torch: auto, cpu, cuda or cuda:N.")]
+Engine = Annotated[str, typer.Option(help="What runs the target: llamacpp or torch.")]
 
 
 def sampling(

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import typer
 from paceline.protocol.errors import PacelineError
-from paceline.scripts.models import Pair, cache_folder, resolve, resolve_pair
+from paceline.quant.folder import CARD, DRAFT, VOCABULARY, verify
+from paceline.scripts.catalogue import PAIRS
+from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, resolve_pair
 from paceline.scripts.progress import progress_bar
 
 
@@ -12,24 +14,56 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
     """The files of a named pair, or of --target and --draft. Fetches and makes what is not there yet."""
     cache = cache_folder()
     if target is None and draft is None:
-        typer.echo("Making ready the models (the first time they are fetched and the draft is made)", err=True)
+        if pair in PAIRS and not pair_is_ready(pair, cache):
+            typer.echo("Fetching the model and making its draft; this is done once.", err=True)
         with progress_bar(pair) as report:
             return resolve_pair(pair, cache, report)
     if target is None or draft is None:
         raise PacelineError("--target and --draft go together: a draft serves the target it was made for")
     with progress_bar(target) as report:
         found = resolve(target, cache, report)
+    return Pair(found, _draft_file(draft))
+
+
+def draft_of(pair: str, draft: str | None) -> Path:
+    """The draft alone, for a verifier elsewhere: the one given, or that of a named pair."""
+    if draft is None:
+        return files_of(pair, None, None).draft
+    return _draft_file(draft)
+
+
+def vocabulary_beside(pair: str, draft: str | None) -> Path:
+    """A vocabulary without asking a verifier: the named pair's target's, or the one that came with the draft."""
+    if draft is None:
+        return vocabulary_of(files_of(pair, None, None).target)
+    found = _draft_file(draft)
+    beside = found.with_name(VOCABULARY)
+    return beside if beside.is_file() else vocabulary_of(found)
+
+
+def _draft_file(draft: str) -> Path:
+    """A draft by name, file, or the folder that `paceline draft build` makes, which is checked."""
+    folder = Path(draft).expanduser()
+    if (folder / CARD).is_file():
+        verify(folder)
+        return folder / DRAFT
     with progress_bar(draft) as report:
-        return Pair(found, resolve(draft, cache, report))
+        return resolve(draft, cache_folder(), report)
 
 
 def vocabulary_of(model: Path) -> Path:
-    """The vocabulary-only GGUF of a model file, written into the cache once."""
+    """The vocabulary alone of a model file or folder, written into the cache once."""
+    from paceline.quant.landing import disk_errors
     from paceline.quant.vocab import write_vocabulary
+    from paceline.quant.vocab_bundle import write_folder_vocabulary
 
-    stat = model.stat()
-    path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.gguf"
+    source = model / "tokenizer.json" if model.is_dir() else model
+    if not source.is_file():
+        raise PacelineError(f"{model} has no tokenizer.json: fetch the model's tokenizer files too")
+    stat = source.stat()
+    path = cache_folder() / "vocabulary" / f"{model.stem}.{stat.st_size:x}.{stat.st_mtime_ns:x}.vocabulary"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_vocabulary(model, path)
+        with disk_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_folder_vocabulary(model, path) if model.is_dir() else write_vocabulary(model, path)
     return path

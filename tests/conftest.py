@@ -28,3 +28,15 @@ def smollm2_path() -> Path:
 def smollm2_draft_path(smollm2_path: Path) -> Path:
     """The default draft of SmolLM2, requantised from it into this user's cache."""
     return resolve_pair("smollm2", cache_folder()).draft
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """The GGUF of Gemma 3 270M in this user's cache; really fetched when it is not there."""
+    return fetch("gemma3-270m", cache_folder(), verify=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2_rounded_path(smollm2_path: Path) -> Path:
+    """SmolLM2 requantised by llama.cpp's own quantiser, made once into this user's cache."""
+    return resolve_pair("smollm2-rounded", cache_folder()).draft

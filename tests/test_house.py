@@ -20,7 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "kernels": {"protocol"},
     "quant": {"protocol", "kernels"},
-    "edge": {"protocol", "kernels.llama"},
+    "edge": {"protocol", "kernels.llama", "kernels.token_map"},
     "cloud": {"protocol", "kernels", "quant"},
     "scripts": {"protocol", "kernels", "quant", "edge", "cloud"},
 }
@@ -31,6 +31,8 @@ NEVER = {
     "edge": {"torch"},
 }
 #: Heavy or optional: never imported by merely importing a package's modules, except the modules that are made for one.
+TORCH = "batch|checkpoint|gguf_file|graphs|kv|loader|logprobs|model|pages|product|quantised|random_checkpoint"
+TORCH += "|torch_target|witness"  # modules of the torch engine in cloud/
 OPTIONAL = ["torch", "triton", "llama_cpp", "bitsandbytes", "transformers"]
 
 
@@ -93,7 +95,10 @@ def module_name(path: Path) -> str:
 
 def import_without(package: str, blocked: list[str]) -> subprocess.CompletedProcess[str]:
     """Import every module of `package`, except those that are bindings to something blocked, in a fresh process."""
-    bound = {"torch": r"kernels/|cloud/engines/torch|cloud/(model|kv|loader)|quant/", "llama_cpp": r"llama"}
+    bound = {
+        "torch": rf"kernels/|quant/|scripts/gpu_check|cloud/({TORCH})\.py|cloud/engines/torch",
+        "llama_cpp": r"llama|scripts/lab/(?!cli|command_)",
+    }
     skip = re.compile("|".join(bound[name] for name in blocked if name in bound) or "$^")
     names = [module_name(path) for path in sources(package) if not skip.search(path.relative_to(ROOT).as_posix())]
     return python(

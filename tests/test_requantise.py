@@ -18,8 +18,8 @@ def tensor_kinds(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
 
 
-def test_the_default_draft_is_of_the_kinds_it_says(smollm2_draft_path: Path) -> None:
-    kinds = tensor_kinds(smollm2_draft_path)
+def test_a_rounded_draft_is_of_the_kinds_it_says(smollm2_rounded_path: Path) -> None:
+    kinds = tensor_kinds(smollm2_rounded_path)
     assert kinds.pop("token_embd.weight") == "Q8_0"
     matrices = {kind for name, kind in kinds.items() if "norm" not in name}
     assert "IQ4_NL" in matrices
@@ -27,8 +27,8 @@ def test_the_default_draft_is_of_the_kinds_it_says(smollm2_draft_path: Path) -> 
     assert sum(kind == "IQ4_NL" for kind in kinds.values()) > 0.9 * sum("norm" not in name for name in kinds)
 
 
-def test_the_default_draft_computes(smollm2_draft_path: Path) -> None:
-    model = llama_cpp.Llama(str(smollm2_draft_path), n_ctx=128, n_threads=2, verbose=False)
+def test_a_rounded_draft_computes(smollm2_rounded_path: Path) -> None:
+    model = llama_cpp.Llama(str(smollm2_rounded_path), n_ctx=128, n_threads=2, verbose=False)
     reply = model.create_completion("The capital of France is", max_tokens=3, temperature=0.0)
     assert "Paris" in reply["choices"][0]["text"]
 

@@ -9,11 +9,12 @@ run again, in order, with the next step. `keep_order=False` switches that off, t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.cloud.engine import Work, walk
+import numpy as np
+from paceline.cloud.engine import Logits, Work, walk
 from paceline.kernels.llama import Context, Model, default_threads
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
@@ -22,6 +23,7 @@ from paceline.protocol.vocabulary import Vocabulary
 
 ROWS = 48  # rows in one llama.cpp batch: below the 64 from which its attention rounds differently
 PROBE_ROWS = (1, 2, 4, 8)
+PROBE_TOKENS = 12
 
 
 @dataclass
@@ -35,6 +37,8 @@ class Slot:
 
 
 class LlamaEngine:
+    masks = True  # its choice is made on the host, where a grammar can be laid over the logits
+
     def __init__(
         self,
         path: str | Path,
@@ -45,6 +49,7 @@ class LlamaEngine:
         threads: int | None = None,
         gpu_layers: int = 0,
         keep_order: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert max_width < ROWS
         self._model = Model(path, gpu_layers=gpu_layers)
@@ -56,8 +61,11 @@ class LlamaEngine:
         self._threads = threads or default_threads()
         self._limit, self._keep_order = slots, keep_order
         self._slots: list[Slot] = []
+        self._clock = clock
+        self.forward_seconds = 0.0  # in llama.cpp's decode so far, by `clock`
         self._opens = 0
         self.step_cost = self._measure()
+        self.exact = self._rows_are_exact()
         self.free_width = max(n for n, t in self.step_cost if t <= 1.1 * self.step_cost[0][1]) - 1
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -108,7 +116,7 @@ class LlamaEngine:
 
     def _append(self, slot: Slot, tokens: Sequence[int]) -> None:
         n, at = len(tokens), len(slot.tokens)
-        slot.context.decode(tokens, range(at, at + n), [(0,)] * n, [False] * n)
+        self._decode(slot, tokens, range(at, at + n), [(0,)] * n, [False] * n)
         slot.tokens.extend(tokens)
 
     def _step(self, slot: Slot, tokens: Sequence[int], work: Work) -> Walk | EngineError:
@@ -118,7 +126,8 @@ class LlamaEngine:
         for path in every[1:]:
             slot.context.share(0, path, 0, at)
         depths = _depths(plan)
-        logits = slot.context.decode(
+        logits = self._decode(
+            slot,
             (*tokens, *plan.tokens),
             (*range(at, at + n), *(at + n - 1 + d for d in depths)),
             [every] * n + paths,
@@ -132,6 +141,20 @@ class LlamaEngine:
             slot.context.drop(path)
         return result
 
+    def _decode(
+        self,
+        slot: Slot,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        paths: Sequence[Sequence[int]],
+        wanted: Sequence[bool],
+    ) -> Logits:
+        begin = self._clock()
+        try:
+            return slot.context.decode(tokens, positions, paths, wanted)
+        finally:
+            self.forward_seconds += self._clock() - begin
+
     def _keep(self, slot: Slot, plan: Plan, paths: list[tuple[int, ...]], accepted: Sequence[int]) -> None:
         """The accepted nodes whose cells follow the text without a gap become part of it."""
         kept = [node for i, node in enumerate(accepted) if node == i or not self._keep_order]
@@ -144,11 +167,13 @@ class LlamaEngine:
     # ---- slots
 
     def _pick(self, tokens: Sequence[int]) -> Slot:
-        """The idle slot that shares the longest prefix; an unused one if none shares any."""
+        """The idle slot that shares the longest prefix, if that is most of it; else an unused one, while there is one."""
         idle = [s for s in self._slots if not s.busy]
         best = max(idle, key=lambda s: (common_prefix(s.tokens, tokens), -s.used), default=None)
-        if best is not None and common_prefix(best.tokens, tokens) > 0:
-            return best
+        if best is not None and 2 * common_prefix(best.tokens, tokens) > len(best.tokens):
+            return (
+                best  # most of what it holds serves again: another chat's slot, that shares a system prompt, does not
+            )
         if len(self._slots) < self._limit:
             cells = self.context + ROWS
             new = Slot(Context(self._model, cells, self.max_width + 1, threads=self._threads, batch=ROWS, exact=True))
@@ -157,6 +182,28 @@ class LlamaEngine:
         if best is None:
             raise EngineError(f"all {self._limit} sequences of this engine are in use")
         return best
+
+    def _rows_are_exact(self) -> bool:
+        """Whether rows of this model on this machine have the same bits one by one and together with a side branch.
+
+        True of Q4_0 and Q4_1 weights on the CPUs tried. For IQ4_NL and K-quants llama.cpp has one routine for a
+        single row and another for several, which sum differently.
+        """
+        tokens = [(7 * i + 1) % self.vocabulary.size for i in range(PROBE_TOKENS)]
+        context = Context(self._model, 8 * ROWS, 3, threads=self._threads, batch=ROWS, exact=True)
+        alone = [context.decode([t], [i], [(0,)], [True])[0].copy() for i, t in enumerate(tokens)]
+        context.clear()
+        n, side = len(tokens), tokens[: len(tokens) // 2]
+        half = n - len(side)
+        rows = context.decode(
+            [*tokens, *side],
+            [*range(n), *range(half, half + len(side))],
+            [(0, 1)] * half + [(0,)] * (n - half) + [(1,)] * len(side),
+            [True] * n + [False] * len(side),
+        )
+        same = np.array_equal(alone, rows)
+        context.close()
+        return same
 
     def _measure(self) -> list[tuple[int, float]]:
         """(rows, seconds of a step) for a few widths: the best of three each."""

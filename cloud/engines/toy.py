@@ -16,6 +16,8 @@ ORDER = 3  # tokens that the next one depends on
 
 
 class ToyEngine:
+    masks = True  # its choice is made on the host, where a grammar can be laid over the logits
+
     def __init__(self, vocabulary_size: int = 12, context: int = 4096, seed: int = 0, sharpness: float = 3.0) -> None:
         self.name = "toy"
         self.vocabulary = Vocabulary.of("toy", toy_tokens(vocabulary_size))
@@ -25,6 +27,7 @@ class ToyEngine:
         self.step_cost = [(1, 1e-4)]
         self._seed, self._sharpness = seed, sharpness
         self._sequences: dict[int, list[int]] = {}
+        self._rows: dict[tuple[int, ...], Logits] = {}  # seen so far; at most vocabulary_size ** ORDER
         self._next = 0
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -43,9 +46,12 @@ class ToyEngine:
 
     def logits(self, sequence: Sequence[int]) -> Logits:
         """Logits [V] after `sequence`: a pure function of its last ORDER tokens."""
-        rng = np.random.default_rng([self._seed, *(t + 1 for t in sequence[-ORDER:])])
-        row: Logits = (rng.standard_normal(self.vocabulary.size) * self._sharpness).astype(np.float32)
-        return row
+        key = tuple(sequence[-ORDER:])
+        if key not in self._rows:
+            rng = np.random.default_rng([self._seed, *(t + 1 for t in key)])
+            self._rows[key] = (rng.standard_normal(self.vocabulary.size) * self._sharpness).astype(np.float32)
+            self._rows[key].flags.writeable = False
+        return self._rows[key]
 
     def _verify(self, work: Work) -> Walk | EngineError | None:
         sequence = self._sequences[work.handle]

@@ -8,7 +8,7 @@ prefix.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,8 +67,9 @@ class LlamaDraft:
         cells: int = 4096,
         threads: int | None = None,
         gpu_layers: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`vocabulary` is the target's. Raises EngineError if the draft was not made for it."""
+        """`vocabulary` is the target's; `clock` times the forward. Raises EngineError if the draft was not made for it."""
         self._model = Model(path, gpu_layers=gpu_layers)
         self.name = self._model.name
         self.vocabulary = vocabulary
@@ -77,7 +78,7 @@ class LlamaDraft:
         self._free = list(range(MAX_SEQUENCES))
         self._generations: dict[int, Generation] = {}
         self._opens = 0
-        self._ran, self._forward = 0, 0.0
+        self._ran, self._forward, self._clock = 0, 0.0, clock
         self.step_cost = self._measure()
 
     def open(self, prompt: Sequence[int]) -> int:
@@ -109,9 +110,7 @@ class LlamaDraft:
         put = [self._put_root(batch, row) if row.parent < 0 else self._put_child(batch, row) for row in rows]
         if not batch.tokens:
             return Extended([None] * len(rows))
-        logits = self._decode(batch)
-        for g, node, path, position in batch.placed:
-            g.placed[node] = (path, position)
+        logits = self._decode_placed(batch)
         which = iter(range(len(logits)))
         found = [self._candidates(logits[next(which)], row) if ok else None for row, ok in zip(rows, put, strict=True)]
         return Extended(found, self._ran, self._forward)
@@ -140,7 +139,6 @@ class LlamaDraft:
         for i in range(min(g.cached, last), last + 1):
             batch.add(self._map.row(g.text[i]), i, g.trunk, i == last)
         batch.placed.append((g, row.node, g.trunk, last))
-        g.cached = last + 1
         return True
 
     def _put_child(self, batch: Batch, row: Row) -> bool:
@@ -161,6 +159,20 @@ class LlamaDraft:
         batch.placed.append((g, row.node, path, row.position))
         return True
 
+    def _decode_placed(self, batch: Batch) -> npt.NDArray[np.float32]:
+        """Run a batch of nodes. Only then are they placed: what did not run leaves no trace."""
+        try:
+            logits = self._decode(batch)
+        except EngineError:
+            for g in {id(g): g for g, *_ in batch.placed}.values():
+                self._free_paths(g)
+            raise
+        for g, node, path, position in batch.placed:
+            g.placed[node] = (path, position)
+            if path == g.trunk:
+                g.cached = position + 1
+        return logits
+
     def _prefill(self, g: Generation) -> None:
         while len(g.text) - g.cached > TAIL:
             part = g.text[g.cached : min(g.cached + BATCH, len(g.text) - 1)]
@@ -172,7 +184,7 @@ class LlamaDraft:
 
     def _decode(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Run a batch; if the cache is full, forget generations that are over, the oldest first, and try again."""
-        begin = time.perf_counter()
+        begin = self._clock()
         while True:
             try:
                 logits = self._context.decode(batch.tokens, batch.positions, batch.paths, batch.wanted)
@@ -184,7 +196,7 @@ class LlamaDraft:
                     raise
                 self._forget(old)
             finally:
-                self._forward += time.perf_counter() - begin
+                self._forward += self._clock() - begin
 
     def _measure(self) -> list[tuple[int, float]]:
         """(rows, seconds of a step) for a few widths: the best of three each."""

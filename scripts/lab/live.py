@@ -7,6 +7,7 @@ from pathlib import Path
 from paceline.edge.policies import policy
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.text import Text
+from paceline.edge.websocket import Address
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
@@ -24,7 +25,9 @@ def measured(url: str, pair: str) -> tuple[float, float]:
 async def _measure(url: str, vocabulary: Path) -> tuple[float, float]:
     text = Text(vocabulary)
     prompt, steps = text.prompt([{"role": "user", "content": "Count from one to fifty."}]), list[float]()
-    async with running_agent(Settings(url, vocabulary, None, cache_folder(), attempts=3), text, policy("ar")) as agent:
+    async with running_agent(
+        Settings((Address(url, insecure=True),), vocabulary, None, cache_folder(), attempts=3), text, policy("ar")
+    ) as agent:
         async for event in agent.generate(prompt, Sampling(), TOKENS):
             steps.append(event.commit.step)
         await asyncio.sleep(0.5)  # some more pings

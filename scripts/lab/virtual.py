@@ -7,10 +7,11 @@ charged by whoever models it.
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from paceline.edge.draft import Extended
 from paceline.protocol.channel import ChannelClosed
 
 T = TypeVar("T")
@@ -62,6 +63,10 @@ class MemoryChannel:
         return a, b
 
     async def send(self, frame: bytes) -> None:
+        self.put(frame)
+
+    def put(self, frame: bytes) -> None:
+        """As `send`, which never waits here."""
         if self._closed:
             raise ChannelClosed("the link was cut")
         self.other._in.put_nowait(frame)
@@ -95,3 +100,20 @@ class Meter:
         if seconds:
             await asyncio.sleep(seconds)
         return result
+
+
+def draft_runner(first: float, more: float) -> Callable[[Callable[[], Extended]], Awaitable[Extended]]:
+    """Runs a draft step at once; a batch of n rows then costs first + more (n - 1) virtual seconds."""
+
+    async def run_draft(work: Callable[[], Extended]) -> Extended:
+        done = work()
+        if done.ran:
+            await asyncio.sleep(first + more * (done.ran - 1))
+        return done
+
+    return run_draft
+
+
+async def run_engine(work: Callable[[], T]) -> T:
+    """Runs a verification at once; the scheduler's floor is what it costs."""
+    return work()

@@ -1,0 +1,120 @@
+"""Writing the draft's GGUF for the device.
+
+It has no tokenizer of its own (`tokenizer.ggml.model = none`) but the fingerprint of the target's vocabulary. Its rows are named
+by the array `paceline.token_map` (target id of each row, absent when rows are ids), and `paceline.input_map` says which
+row stands in for every target id. Knows nothing about how the tensors came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .decoder import Shape
+from .errors import WeightsError
+from .gguf_file import GgufFile
+from .grids import GRIDS, Grid, packed
+from .landing import landing
+
+FINGERPRINT, TOKEN_MAP, INPUT_MAP = "paceline.target_fingerprint", "paceline.token_map", "paceline.input_map"
+KINDS = {name: gguf.GGMLQuantizationType[name.upper()] for name in GRIDS}
+FILE_TYPES = {"q4_0": 2, "q8_0": 7, "iq4_nl": 25}  # llama.cpp's `llama_ftype`, for its messages only
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix ready for a file: latent values [R, C], scales [R, C / 32], grid."""
+
+    latent: Tensor
+    scales: Tensor
+    grid: Grid
+
+    def bytes(self) -> NDArray[np.uint8]:
+        return packed(self.latent, self.scales, self.grid)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix whose bytes are ready: [R, bytes a row], of a kind that gguf names."""
+
+    data: NDArray[np.uint8]
+    kind: str
+
+
+Entry = tuple[str, "Tensor | Rounded | Packed"]
+
+
+def header(writer: gguf.GGUFWriter, shape: Shape, hidden: list[int], rows: int, context: int) -> None:
+    """The architecture's numbers; hidden: feed-forward width of each layer."""
+    writer.add_block_count(shape.layers)
+    writer.add_context_length(context)
+    writer.add_embedding_length(shape.width)
+    writer.add_feed_forward_length(hidden[0] if len(set(hidden)) == 1 else hidden)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(shape.eps)
+    writer.add_vocab_size(rows)
+    if shape.window:
+        writer.add_sliding_window(shape.window)
+
+
+def write_draft(
+    path: Path,
+    architecture: str,
+    shape: Shape,
+    hidden: list[int],
+    entries: Iterable[Entry],
+    token_map: Tensor | None,
+    input_map: Tensor | None,
+    rows: int,
+    fingerprint: str,
+    context: int = 8192,
+) -> None:
+    """Write draft.gguf whole or not at all. fingerprint: of the target's vocabulary. token_map: [rows];
+    input_map: [target ids]; both None when rows are ids.
+
+    entries are drawn one by one and kept only as packed bytes in a temporary file.
+    """
+    writer = gguf.GGUFWriter(None, architecture, use_temp_file=True)
+    header(writer, shape, hidden, rows, context)
+    writer.add_tokenizer_model("none")
+    writer.add_string(FINGERPRINT, fingerprint)
+    kinds = set()
+    for name, entry in entries:
+        if isinstance(entry, Rounded):
+            writer.add_tensor(name, entry.bytes(), raw_dtype=KINDS[entry.grid.name])
+            kinds.add(entry.grid.name)
+        elif isinstance(entry, Packed):
+            writer.add_tensor(name, entry.data, raw_dtype=gguf.GGMLQuantizationType[entry.kind])
+        else:
+            writer.add_tensor(name, entry.float().contiguous().numpy())
+        del entry  # or it would live on while the next one is made
+    writer.add_file_type(FILE_TYPES[min(kinds, key=lambda k: FILE_TYPES[k])] if kinds else 0)
+    if token_map is not None and input_map is not None:
+        writer.add_array(TOKEN_MAP, token_map.tolist())
+        writer.add_array(INPUT_MAP, input_map.tolist())
+    with landing(path) as part:
+        writer.write_header_to_file(part)
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+
+def read_map(file: GgufFile, key: str) -> NDArray[np.int64] | None:
+    """A map of a draft, or None when its rows are the target's ids."""
+    value = file.metadata.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+        raise WeightsError(f"{file.path.name}: {key} is not an array of integers.")
+    return value.astype(np.int64)

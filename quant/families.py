@@ -1,0 +1,111 @@
+"""Which architectures are understood: how a GGUF header or a Hugging Face config becomes a `Shape`, and HF names GGUF names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .decoder import Shape
+from .errors import WeightsError
+
+#: GGUF architectures with llama.cpp's rotation order: neighbours (True) or halves (False).
+INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "gemma3": False}
+_HF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
+_GEMMA |= {"post_feedforward_layernorm": "post_ffw_norm"}
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def _number(source: Mapping[str, Any], key: str, name: str, high: float = 1e9) -> float:
+    value = source.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= high:
+        raise WeightsError(f"{name} does not state a usable {key!r} (it says {value!r}).")
+    return value
+
+
+def gguf_shape(metadata: Mapping[str, Any], name: str) -> Shape:
+    """The shape that a GGUF header states. Raises `WeightsError` for families not understood or absurd numbers."""
+    family = metadata.get("general.architecture")
+    if family not in INTERLEAVED:
+        raise WeightsError(f"{name} is of the architecture {family!r}; drafts are made from {', '.join(INTERLEAVED)}.")
+    if f"{family}.rope.scaling.type" in metadata and metadata[f"{family}.rope.scaling.type"] not in ("none",):
+        raise WeightsError(f"{name} scales its rotary positions, which is not understood here yet.")
+
+    def get(key: str, high: float = 1e9) -> float:
+        return _number(metadata, f"{family}.{key}", name, high)
+
+    width, heads = int(get("embedding_length", 1 << 17)), int(get("attention.head_count", 4096))
+    gemma = family == "gemma3"
+    key_length = metadata.get(f"{family}.attention.key_length", width // heads)
+    return Shape(
+        layers=int(get("block_count", 1024)),
+        width=width,
+        heads=heads,
+        kv_heads=int(metadata.get(f"{family}.attention.head_count_kv", heads)),
+        head_dim=int(key_length),
+        rope_base=float(metadata.get(f"{family}.rope.freq_base", 10_000.0)),
+        eps=get("attention.layer_norm_rms_epsilon", 1.0),
+        interleaved=INTERLEAVED[family],
+        gelu=gemma,
+        embedding_scale=width**0.5 if gemma else 1.0,
+        window=int(get("attention.sliding_window")) if gemma else 0,
+        pattern=6 if gemma else 1,
+    )
+
+
+def hf_shape(config: Mapping[str, Any], name: str) -> Shape:
+    """The shape that a Hugging Face config.json states; its tensors keep their order, so rotation pairs are halves."""
+    kind = config.get("model_type")
+    if kind not in _HF:
+        raise WeightsError(f"{name} is of the model type {kind!r}; drafts are made from {', '.join(_HF)}.")
+    if (config.get("rope_scaling") or {}).get("rope_type", "default") != "default":
+        raise WeightsError(f"{name} scales its rotary positions, which is not understood here yet.")
+    width, heads = (
+        int(_number(config, "hidden_size", name, 1 << 17)),
+        int(_number(config, "num_attention_heads", name, 4096)),
+    )
+    gemma = kind == "gemma3_text"
+    return Shape(
+        layers=int(_number(config, "num_hidden_layers", name, 1024)),
+        width=width,
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads", heads)),
+        head_dim=int(config.get("head_dim") or width // heads),
+        rope_base=float(config.get("rope_theta", 10_000.0)),
+        eps=_number(config, "rms_norm_eps", name, 1.0),
+        interleaved=False,
+        gelu=gemma,
+        embedding_scale=width**0.5 if gemma else 1.0,
+        window=int(config.get("sliding_window") or 0) if gemma else 0,
+        pattern=6 if gemma else 1,
+    )
+
+
+def hf_architecture(config: Mapping[str, Any]) -> str:
+    return _HF[config["model_type"]]
+
+
+def gguf_name(name: str, architecture: str) -> str | None:
+    """GGUF's name of a Hugging Face tensor; None for one that a decoder does not use."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{kind}"
+    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    names = {**_LAYER, **_GEMMA} if architecture == "gemma3" else _LAYER
+    if not found or found[2] not in names:
+        return None
+    return f"blk.{found[1]}.{names[found[2]]}.{kind}"

@@ -1,0 +1,160 @@
+"""`paceline draft distill` as a function: text, training, checkpoints, early stop, and the draft folder kept current."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from . import distil as distilling
+from . import folder, store
+from . import text as own_text
+from .build import frozen_tensor
+from .errors import DraftError
+from .factory import CHECKPOINT, card, split, write_student
+from .report import picture
+from .student import Student
+from .target import Target, open_target, vocabulary
+
+EVERY = 300.0  # seconds between checkpoints
+QUICK = 24  # held-out conversations looked at on the way; the end looks at all
+PATIENCE = 5  # checkpoints without a better agreement before stopping
+Step = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    minutes: float = 60.0
+    rate: float = 1.5e-4
+    resume: bool = True
+    device: str = "cpu"
+    conversations: int = 1200
+
+
+def checkpoint_of(target: Target, out: Path) -> Path:
+    """The checkpoint in a draft folder, after checking that the folder is this target's. Raises `DraftError`."""
+    checkpoint = out / CHECKPOINT
+    if not checkpoint.exists():
+        raise DraftError(f"{out} has no {CHECKPOINT}: make it with `paceline draft build --rounding corrected` first.")
+    stated = folder.read_card(out).target
+    if stated["fingerprint"] != vocabulary(target).fingerprint:
+        raise DraftError(f"{out} is a draft for {stated['name']}, not for {target.name}: their tokens differ.")
+    return checkpoint
+
+
+def distil(
+    source: Path,
+    out: Path,
+    options: Options,
+    prompts: Path | None = None,
+    text_file: Path | None = None,
+    cache: Path | None = None,
+    step: Step = lambda done, total: None,
+    say: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+    """Train the draft in `out` until `options.minutes` of training in all, or until held-out agreement stops rising.
+
+    Writes checkpoint, draft.gguf, draft.json and training.svg every few minutes, each in one step; the folder holds the best
+    draft so far, the checkpoint the latest state.
+    """
+    target = open_target(source)
+    checkpoint = checkpoint_of(target, out)
+    device = torch.device(options.device)
+    if text_file is not None:
+        text = own_text.load(text_file)
+    else:
+        text = store.text(target, source, options.conversations, prompts, cache, device, progress=step)
+    train, held = split(text)
+    student, place = load(checkpoint, target)
+    if not options.resume:
+        place = distilling.Place()
+    pace = distilling.Pace(rate=options.rate, **({"workers": 1, "tokens": 16_384} if device.type == "cuda" else {}))
+    trainer = distilling.Trainer(student.to(device), text, train, pace, place)
+    session = Session(trainer, target, out, held, say)
+    session.run(options.minutes * 60, step)
+    result = session.finish()
+    trainer.close()
+    return result
+
+
+def load(checkpoint: Path, target: Target) -> tuple[Student, distilling.Place]:
+    return distilling.load(checkpoint, lambda name, ids, layers: frozen_tensor(target, name, ids, layers))
+
+
+class Session:
+    """One run of training: decides when to look, to save and to stop."""
+
+    def __init__(
+        self,
+        trainer: distilling.Trainer,
+        target: Target,
+        out: Path,
+        held: NDArray[np.int64],
+        say: Callable[[str], object],
+    ) -> None:
+        self.trainer, self.target, self.out, self.held, self.say = trainer, target, out, held, say
+
+    def run(self, budget: float, step: Step) -> None:
+        place = self.trainer.place
+        if not place.log:
+            self.look(self.held[:QUICK])
+        saved = place.elapsed
+        while place.elapsed < budget and not self.stale():
+            began = time.monotonic()
+            loss = self.trainer.step(place.elapsed / budget)
+            place.elapsed += time.monotonic() - began
+            step(int(place.elapsed / 60), int(budget / 60))
+            if place.elapsed - saved >= EVERY:
+                self.look(self.held[:QUICK])
+                first, four = place.log[-1][2:]
+                self.say(f"step {place.step}: divergence {loss:.4f}, held-out agreement {first:.1%} (top-4 {four:.1%})")
+                self.keep()
+                saved = place.elapsed
+
+    def look(self, chosen: NDArray[np.int64]) -> None:
+        place = self.trainer.place
+        place.log.append((place.elapsed, place.seen, *self.trainer.agreement(chosen)))
+
+    def stale(self) -> bool:
+        scores = [entry[2] for entry in self.trainer.place.log]
+        return len(scores) > PATIENCE + 1 and max(scores[-PATIENCE:]) < max(scores[:-PATIENCE])
+
+    def keep(self) -> None:
+        """Save the state; and the draft, if no earlier one agreed better."""
+        log = self.trainer.place.log
+        distilling.save(self.out / CHECKPOINT, self.trainer.student, self.trainer.place)
+        if log[-1][2] >= max(entry[2] for entry in log):
+            write_student(self.trainer.student, self.target, self.out / folder.DRAFT)
+            self.describe({})
+        (self.out / "training.svg").write_text(
+            picture(log, f"{self.out.name}: agreement with {self.target.name}, held-out text")
+        )
+
+    def describe(self, result: dict[str, Any]) -> None:
+        kept = folder.read_card(self.out)
+        recipe = kept.recipe | {"training": result or asdict(self.trainer.place)}
+        fresh = card(self.target, kept.name, recipe)
+        fresh.evaluation = kept.evaluation
+        folder.write_card(self.out, fresh)
+
+    def finish(self) -> dict[str, Any]:
+        place = self.trainer.place
+        self.look(self.held[:QUICK])
+        self.keep()
+        first, four = self.trainer.agreement(self.held)
+        result = {
+            "steps": place.step,
+            "minutes": round(place.elapsed / 60, 1),
+            "answer_tokens_seen": place.seen,
+            "held_out_top1": first,
+            "held_out_top4": four,
+            "held_out_conversations": len(self.held),
+        }
+        self.describe(result)
+        return result

@@ -1,0 +1,57 @@
+"""The drafts that come with the package, and putting one in place beside its target. No torch needed.
+
+A shipped draft is `drafts/<name>/`: draft.json, and either draft.gguf or draft.patch (`patch`), from which the draft's file is
+made with the target's. The vocabulary is always made from the target's file.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from . import folder, patch
+from .errors import DraftError
+from .vocab import write_vocabulary
+
+PATCH = "draft.patch"
+
+
+def names() -> list[str]:
+    """The shipped drafts."""
+    here = files("paceline.quant") / "drafts"
+    return sorted(entry.name for entry in here.iterdir() if (entry / folder.CARD).is_file()) if here.is_dir() else []
+
+
+def install(
+    name: str, target: Path, out: Path, step: Callable[[int, int], None] = lambda done, total: None
+) -> folder.Card:
+    """Make the draft folder `out` of the shipped draft `name` for the target's file; one already there and sound is left.
+
+    Raises `DraftError` when there is no such draft, or `target` is not the file it was made for.
+    """
+    if name not in names():
+        raise DraftError(f"No draft {name!r} comes with this package; there are: {', '.join(names()) or 'none'}.")
+    with as_file(files("paceline.quant") / "drafts" / name) as source:
+        if (out / folder.CARD).exists() and _same(source, out):
+            return folder.verify(out)
+        out.mkdir(parents=True, exist_ok=True)
+        if (source / PATCH).exists():
+            patch.apply(source / PATCH, target, out / folder.DRAFT, step)
+        else:
+            shutil.copyfile(source / folder.DRAFT, out / folder.DRAFT)
+        write_vocabulary(target, out / folder.VOCABULARY)
+        shutil.copyfile(source / folder.CARD, out / folder.CARD)
+    return folder.verify(out)
+
+
+def _same(source: Path, out: Path) -> bool:
+    """Whether `out` is already what `source` gives: the same card, every file in place."""
+    if (source / folder.CARD).read_bytes() != (out / folder.CARD).read_bytes():
+        return False
+    try:
+        folder.verify(out)
+    except DraftError:
+        return False
+    return True

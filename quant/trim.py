@@ -1,0 +1,56 @@
+"""Which rows of a target's vocabulary a draft keeps, and which row stands in for each token it does not keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Trim:
+    """to_target: [R] target id of each row, ascending; to_row: [V] the row fed for each target id."""
+
+    to_target: Tensor
+    to_row: Tensor
+
+    def row_or_none(self, vocabulary: int) -> Tensor:
+        """[V]: the row of each target id, -1 where it has none of its own."""
+        own = torch.full((vocabulary,), -1)
+        own[self.to_target] = torch.arange(len(self.to_target))
+        return own
+
+
+def special(tokens: Sequence[str], kinds: NDArray[np.int64] | None) -> NDArray[np.bool_]:
+    """Which ids must stay: control and user-defined tokens (GGUF types 3 and 4) and single bytes (6), or tokens spelled <...>."""
+    if kinds is not None:
+        return np.isin(kinds[: len(tokens)], (3, 4, 6))
+    return np.array([t.startswith("<") and t.endswith(">") for t in tokens])
+
+
+def choose(usage: NDArray[np.float64], keep: NDArray[np.bool_], rows: int) -> Tensor:
+    """Ids of the rows kept, ascending: all of `keep`, then by usage, ties by the lower id (older merges are commoner)."""
+    score = np.where(keep, np.inf, usage)
+    order = np.lexsort((np.arange(len(score)), -score))
+    return torch.from_numpy(np.sort(order[:rows]).copy())
+
+
+def trim(table: Tensor, to_target: Tensor, piece: int = 4096) -> Trim:
+    """Lead every id of the embedding table [V, D] to its own row or the one of the most similar embedding (cosine)."""
+    kept = F.normalize(table[to_target].float(), dim=1).bfloat16()
+    to_row = torch.empty(len(table), dtype=torch.long)
+    for start in range(0, len(table), piece):
+        part = F.normalize(table[start : start + piece].float(), dim=1).bfloat16()
+        to_row[start : start + piece] = (part @ kept.T).argmax(1)
+    to_row[to_target] = torch.arange(len(to_target))
+    return Trim(to_target, to_row)
+
+
+def whole(vocabulary: int) -> Trim:
+    ids = torch.arange(vocabulary)
+    return Trim(ids, ids)

@@ -1,0 +1,44 @@
+"""An edge as a process, to be killed: asks one question, keeps what it holds in a file, goes on from there when started again.
+
+Its last line is the whole answer as JSON.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+from paceline.cloud.engines.toy import ToyEngine
+from paceline.edge.held import Keeping, read_held
+from paceline.protocol.sampling import Sampling
+from paceline.scripts.chaos.kills import connecting, real_agent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--url", action="append", required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    print(json.dumps(asyncio.run(_answer(given.url, given.state, given.tokens, given.seed))), flush=True)
+
+
+async def _answer(urls: list[str], state: Path, tokens: int, seed: int) -> list[int]:
+    agent = real_agent(connecting(urls), seed)
+    keeping = Keeping(agent, state, time.perf_counter, fingerprint=ToyEngine().vocabulary.fingerprint)
+    held = read_held(state)
+    text = list(held.tokens) if held is not None else []
+    async with agent:
+        sampling = Sampling(seed=seed, temperature=0.9)
+        events = keeping.go_on(held) if held is not None else keeping.generate((1, 2, seed % 12), sampling, tokens)
+        print(f"from {len(text)}", file=sys.stderr, flush=True)
+        async for event in events:
+            text.extend(event.tokens)
+    return text
+
+
+if __name__ == "__main__":
+    main()

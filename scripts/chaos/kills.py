@@ -1,0 +1,167 @@
+"""kill -9 of real verifier processes, while edges ask them over real sockets.
+
+Two verifiers run the toy target, as `paceline cloud --engine toy` runs any; one of them is killed every fraction of a second and
+started again on the same port. The edges know both addresses.
+"""
+
+import asyncio
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from paceline.cloud.engines.toy import ToyEngine
+from paceline.edge.agent import Agent
+from paceline.edge.draft import Extended
+from paceline.edge.policies import policy
+from paceline.edge.predictor import Predictor
+from paceline.edge.websocket import Address, SocketChannel
+from paceline.protocol.channel import Channel
+from paceline.protocol.errors import PacelineError
+from paceline.scripts.chaos.answers import Question, Tally
+from paceline.scripts.chaos.guess import GuessingDraft
+from paceline.scripts.local import READY
+
+EDGES = 4
+STEP_SECONDS = 0.02  # so that an answer takes long enough to be hit
+PATIENCE_SECONDS = 120.0
+
+
+class Process:
+    """A verifier as a process on a port of its own. `stop` is drained, `kill` is not."""
+
+    def __init__(self, *arguments: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Until it is ready. Raises PacelineError with what it said if it is not."""
+        line = await asyncio.get_running_loop().run_in_executor(None, self._spawn)
+        if not line.decode().startswith(READY):
+            raise PacelineError(f"the verifier on port {self.port} did not start: {line!r}")
+
+    def _spawn(self) -> bytes:
+        command = [sys.executable, "-m", "paceline.scripts.cli", "cloud", "--engine", "toy", "--port", str(self.port)]
+        command += ["--verify-floor", str(STEP_SECONDS), "--stop-with-stdin", *self._arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        assert self._process.stdout is not None
+        return self._process.stdout.readline()
+
+    async def kill(self, signal_number: signal.Signals = signal.SIGKILL) -> int:
+        """Send a signal and wait for the end. The exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal_number)
+        status = await asyncio.get_running_loop().run_in_executor(None, self._process.wait)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return status
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def running(count: int, *arguments: str) -> AsyncIterator[list[Process]]:
+    """So many verifiers, all of them ended with the block."""
+    processes = [Process(*arguments) for _ in range(count)]
+    await asyncio.gather(*(p.start() for p in processes))
+    try:
+        yield processes
+    finally:
+        await asyncio.gather(*(p.kill() for p in processes))
+
+
+def real_agent(connect: Callable[[], Awaitable[Channel]], seed: int = 0) -> Agent:
+    """An agent in real time with the toy target's draft."""
+    target = ToyEngine()
+
+    async def run_draft(work: Callable[[], Extended]) -> Extended:
+        done = work()
+        await asyncio.sleep(0.005)
+        return done
+
+    return Agent(
+        connect,
+        target.vocabulary,
+        policy("stream"),
+        GuessingDraft(target),
+        Predictor(),
+        run_draft,
+        clock=time.perf_counter,
+        random=random.Random(seed),
+    )
+
+
+def connecting(urls: list[str], turn: int = 0) -> Callable[[], Awaitable[Channel]]:
+    """Connects to the next of `urls` every time."""
+
+    async def connect() -> Channel:
+        nonlocal turn
+        turn += 1
+        return await SocketChannel.connect(Address(urls[turn % len(urls)]))
+
+    return connect
+
+
+async def ask(agent: Agent, question: Question, right: list[int], tally: Tally) -> None:
+    got: list[int] = []
+    try:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            async for event in agent.generate(
+                question.prompt, question.sampling, question.max_tokens, stop_ids=question.stop_ids
+            ):
+                got.extend(event.tokens)
+    except (PacelineError, TimeoutError) as e:
+        tally.lose(f"{type(e).__name__}: {e} after {len(got)} of {len(right)} tokens")
+    else:
+        tally.count(got, right)
+
+
+async def ask_until(done: asyncio.Event, agent: Agent, tally: Tally, seed: int, longest: int = 400) -> None:
+    """Question after question; the last one is still answered when `done` is set."""
+    drawn, target = random.Random(seed), ToyEngine()
+    async with agent:
+        while not done.is_set():
+            question = Question.drawn(drawn, target.vocabulary.size, longest)
+            await ask(agent, question, question.answer(target), tally)
+
+
+def killing(kills: int, seed: int = 0) -> tuple[Counter[str], Tally]:
+    """Kill verifiers so many times under load. What was done, and what became of the answers."""
+    return asyncio.run(_killing(kills, seed))
+
+
+async def _killing(kills: int, seed: int) -> tuple[Counter[str], Tally]:
+    faults, tally, drawn, done = Counter[str](), Tally(), random.Random(seed), asyncio.Event()
+    async with running(2) as verifiers:
+        urls = [v.url for v in verifiers]
+        edges = [
+            asyncio.create_task(ask_until(done, real_agent(connecting(urls, i), i), tally, seed + i))
+            for i in range(EDGES)
+        ]
+        while faults["kill -9"] < kills:
+            await asyncio.sleep(drawn.uniform(0.05, 0.6))
+            victims = verifiers if drawn.random() < 0.2 else [drawn.choice(verifiers)]  # now and then all at once
+            await asyncio.gather(*(v.kill() for v in victims))
+            faults["kill -9"] += len(victims)
+            await asyncio.gather(*(v.start() for v in victims))
+        done.set()
+        await asyncio.gather(*edges)
+    return faults, tally

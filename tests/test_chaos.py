@@ -1,0 +1,236 @@
+"""A short campaign of every fault there is, and what campaigns found, each by itself. In virtual time."""
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from paceline.cloud.engines.toy import ToyEngine
+from paceline.edge.agent import Agent
+from paceline.edge.policies import policy
+from paceline.edge.predictor import Predictor
+from paceline.protocol.channel import Channel, ChannelClosed
+from paceline.protocol.codec import decode_from_cloud, decode_from_edge, encode
+from paceline.protocol.errors import Code, LinkError
+from paceline.protocol.messages import Commit, Draft, Error, Hello, Open, Opened
+from paceline.protocol.sampling import Sampling
+from paceline.scripts.chaos.answers import Question, Tally
+from paceline.scripts.chaos.guess import GuessingDraft
+from paceline.scripts.chaos.town import Plan, Verifier, campaign
+from paceline.scripts.chaos.wire import Rates
+from paceline.scripts.lab.virtual import draft_runner, run
+
+
+def test_a_short_campaign_alters_and_loses_nothing() -> None:
+    town = campaign(Plan(answers=60, seed=1, rates=Rates(half_open=0.002, silence=0.002)))
+    assert town.tally.answers == 60
+    assert town.tally.whole, town.tally.reasons
+    done = town.faults.done
+    assert {fault for fault in done if done[fault]} >= {
+        *("cut", "delay", "duplicate", "truncate", "swap", "silence", "half_open"),
+        *("kill of a verifier", "drain of a verifier", "restart of an edge", "jump of a clock"),
+    }
+    assert len(town.faults.cuts) > 8  # places of the protocol
+
+
+def test_a_campaign_can_be_run_again() -> None:
+    first, second = (campaign(Plan(answers=10, seed=5)) for _ in range(2))
+    assert first.tally == second.tally
+    assert first.faults.done == second.faults.done
+
+
+def test_the_tally_notices() -> None:
+    tally = Tally()
+    tally.count([1, 2], [1, 2])
+    assert tally.whole
+    tally.count([1, 3], [1, 2])
+    tally.count([1], [1, 2])
+    tally.count([1], [1, 2], stopped=True)
+    tally.lose("silence")
+    assert (tally.answers, tally.altered, tally.lost) == (5, 2, 1)
+
+
+# ---- what campaigns found
+
+
+class Meddler:
+    """A channel between an edge and a verifier on which a test changes what passes."""
+
+    def __init__(self, inner: Channel) -> None:
+        self.inner = inner
+        self.down: list[bytes] = []  # to be received next
+
+    async def send(self, frame: bytes) -> None:
+        await self.inner.send(frame)
+
+    async def receive(self) -> bytes | str:
+        return self.down.pop(0) if self.down else await self.inner.receive()
+
+    async def close(self, reason: str = "") -> None:
+        await self.inner.close(reason)
+
+
+class SendsTwice(Meddler):
+    async def send(self, frame: bytes) -> None:
+        await self.inner.send(frame)
+        if isinstance(decode_from_edge(frame), Open):
+            await self.inner.send(frame)
+
+
+class CutsOpenShort(Meddler):
+    done = False
+
+    async def send(self, frame: bytes) -> None:
+        if isinstance(decode_from_edge(frame), Open) and not CutsOpenShort.done:
+            CutsOpenShort.done = True
+            frame = frame[:-3]
+        await self.inner.send(frame)
+
+
+class SaysFull(Meddler):
+    """Every draft is answered by tree_limit."""
+
+    async def send(self, frame: bytes) -> None:
+        await self.inner.send(frame)
+        if isinstance(message := decode_from_edge(frame), Draft):
+            self.down.append(encode(Error(Code.TREE_LIMIT, "full", message.sid)))
+
+
+class LosesEveryThird(Meddler):
+    """A commit in three is lost without a cut, so that the next one leaves a gap."""
+
+    seen = 0
+
+    async def receive(self) -> bytes | str:
+        frame = await self.inner.receive()
+        while isinstance(message := decode_from_cloud(frame), Commit) and not message.finish:
+            LosesEveryThird.seen += 1
+            if LosesEveryThird.seen % 3:
+                break
+            frame = await self.inner.receive()
+        return frame
+
+
+QUESTION = Question((1, 2, 3), Sampling(seed=5, temperature=1.0), 40)
+
+
+async def asked(kind: type[Meddler], question: Question = QUESTION) -> tuple[list[int], list[int]]:
+    """What comes through such a channel, and what is right."""
+    target = ToyEngine()
+    verifier = Verifier(target)
+    edge = agent(verifier, kind, target)
+    got: list[int] = []
+    async with asyncio.timeout(300), edge:
+        async for event in edge.generate(question.prompt, question.sampling, question.max_tokens):
+            got.extend(event.tokens)
+    await verifier.kill()
+    return got, question.answer(target)
+
+
+def agent(verifier: Verifier, kind: type[Meddler], target: ToyEngine) -> Agent:
+    async def connect() -> Channel:
+        return kind(verifier.connect())
+
+    return Agent(
+        connect,
+        target.vocabulary,
+        policy("stream"),
+        GuessingDraft(target),
+        Predictor(),
+        draft_runner(0.02, 0.002),
+        clock=asyncio.get_running_loop().time,
+        random=Random(0),
+    )
+
+
+@pytest.mark.parametrize("kind", [Meddler, SendsTwice, CutsOpenShort, SaysFull, LosesEveryThird])
+def test_an_answer_survives(kind: type[Meddler]) -> None:
+    got, right = run(asked(kind))
+    assert got == right
+
+
+def test_an_answer_that_runs_ends_when_the_agent_is_closed() -> None:
+    async def main() -> None:
+        target = ToyEngine()
+        verifier = Verifier(target)
+        edge = agent(verifier, Meddler, target)
+        async with edge:
+            events = edge.generate((1, 2), Sampling(), 2000)
+            await anext(events)
+        with pytest.raises(LinkError, match="closed"):
+            async for _ in events:
+                pass
+        await verifier.kill()
+
+    run(main())
+
+
+def test_an_agent_ends_even_when_it_is_told_to_in_the_middle_of_a_greeting() -> None:
+    """Cancellation that arrives together with the answer was swallowed, and the link lived on."""
+
+    class Greeting(Meddler):
+        async def receive(self) -> bytes | str:
+            frame = await self.inner.receive()
+            if not cancelled:  # the frame is here, and so is the end
+                cancelled.append(link.cancel())
+            return frame
+
+    cancelled: list[bool] = []
+
+    async def main() -> None:
+        nonlocal link
+        verifier = Verifier(ToyEngine())
+        edge = agent(verifier, Greeting, verifier.target)
+        link = asyncio.create_task(edge.link.run())
+        done, _ = await asyncio.wait([link], timeout=60)
+        assert done
+        await verifier.kill()
+
+    link: asyncio.Task[None]
+    run(main())
+
+
+def test_a_generation_goes_on_from_what_another_process_held() -> None:
+    async def main(held: Sequence[int]) -> list[int]:
+        verifier = Verifier(ToyEngine())
+        edge = agent(verifier, Meddler, verifier.target)
+        got: list[int] = []
+        async with edge:
+            async for event in edge.generate(QUESTION.prompt, QUESTION.sampling, QUESTION.max_tokens, held=held):
+                got.extend(event.tokens)
+        await verifier.kill()
+        return got
+
+    right = QUESTION.answer(ToyEngine())
+    for count in (0, 1, 17, len(right)):
+        assert run(main(right[:count])) == right[count:]
+
+
+# ---- who is gone is gone
+
+
+def test_nothing_of_a_gone_edge_is_kept_in_the_engine() -> None:
+    """100 edges vanish in the middle of an answer: within a second none has a sequence or a place in the steps."""
+
+    async def main() -> None:
+        verifier = Verifier(ToyEngine())
+        for _ in range(100):
+            channel = verifier.connect()
+            own = verifier.target.vocabulary
+            await channel.send(encode(Hello((1,), own.name, own.size, own.fingerprint)))
+            await channel.send(encode(Open(1, (1, 2, 3), Sampling(), 4000)))
+            seen: list[object] = []
+            while sum(isinstance(m, Commit) for m in seen) < 3:
+                seen.append(decode_from_cloud(await channel.receive()))
+            assert any(isinstance(m, Opened) for m in seen)
+            assert (len(verifier.scheduler), len(verifier.target._sequences)) == (1, 1)
+            await channel.close()
+            begin = asyncio.get_running_loop().time()
+            while len(verifier.scheduler) or verifier.target._sequences:
+                await asyncio.sleep(0.001)
+                assert asyncio.get_running_loop().time() - begin < 1.0
+            with pytest.raises(ChannelClosed):
+                await channel.send(b"")
+        await verifier.kill()
+
+    run(main())
