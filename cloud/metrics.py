@@ -39,6 +39,7 @@ class VerifierCollector(Collector):
             yield CounterMetricFamily(PREFIX + name, text, value=float(value))
         for name, text, level in (
             ("sessions", "Sessions being generated.", len(self._house.scheduler)),
+            ("sessions_queued", "Sessions that wait for a place.", len(self._house.admission)),
             ("sessions_waiting", "Sessions whose edge is gone and may resume.", len(self._house.waiting)),
             ("connections", "Edges connected.", self._house.connections),
             ("ready", "1 while new sessions are taken.", int(not self._house.draining)),

@@ -26,6 +26,8 @@ from paceline.protocol.messages import Commit
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
+DOUBTLESS = 8.0  # nodes for which an edge is believed at first
+MEMORY = 0.97  # what is left of a step's outcome after the next one
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -49,7 +51,8 @@ class Seat:
     missed_len: int = 0
     constraint: Constraint | None = None  # what the text is kept to
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
-    trust: float = 1.0  # how often its nodes are taken, for how often it says they are
+    promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
+    taken: float = 0.0  # nodes that were
     own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
 
     def due(self, now: float) -> float:
@@ -61,6 +64,15 @@ class Seat:
         if not s.waiting:
             return begin
         return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
+
+    @property
+    def doubt(self) -> float:
+        """Log of how far its edge's word is good: 0 for one that is right as often as it says, or new here."""
+        return min(math.log((self.taken + DOUBTLESS) / (self.promised + DOUBTLESS)), 0.0)
+
+    def learn(self, promised: float, taken: int) -> None:
+        self.promised = MEMORY * self.promised + promised
+        self.taken = MEMORY * self.taken + taken
 
     @property
     def unheard(self) -> bool:
@@ -179,7 +191,7 @@ class Scheduler:
         results, spent = await self._run(lambda: self._verify([work for _, work in batch]))
         elapsed = self._clock() - begin
         if elapsed < self.floor:
-            await asyncio.sleep(self.floor - elapsed)
+            await asyncio.sleep(min(self.floor - elapsed, self.floor))  # even if the clock went back
         step = self._clock() - begin
         rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
         if all(work.choose for _, work in batch):
@@ -240,9 +252,15 @@ class Scheduler:
         return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
-        """The nodes that pay for their rows, the likeliest of all sessions first."""
+        """The nodes that pay for their rows, the likeliest of all sessions first.
+
+        An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
+        """
         offers = {seat: seat.session.plan(self.width) for seat in seats}
-        reach = [(seat.session.tree.reach(n), seat) for seat, plan in offers.items() for n in plan.nodes]
+        reach = []
+        for seat, plan in offers.items():
+            doubt, tree = seat.doubt, seat.session.tree
+            reach += [(tree.reach(n) + doubt, seat) for n in plan.nodes]
         reach.sort(key=lambda r: -r[0])
         gains = [r for r, _ in reach[: self.width]]
         count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
@@ -263,8 +281,10 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
-        if self._top_up is not None and seat.own:
-            own = set(seat.own)
+        own, reach = set(seat.own), seat.session.tree.reach
+        promised = sum(math.exp(reach(node)) for node in plan.nodes if node not in own)
+        seat.learn(promised, sum(plan.nodes[i] not in own for i in result.accepted))
+        if self._top_up is not None and own:
             self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
             seat.own = []

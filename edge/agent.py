@@ -23,6 +23,7 @@ from paceline.edge.generation import Generation, share
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
+from paceline.edge.repeats import Repeats
 from paceline.edge.timeline import Timeline
 from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost, best_count
@@ -142,6 +143,7 @@ class Agent:
             one_way=lambda: self.link.round_trip.seconds / 2,
             row_seconds=lambda: self.cost(1),
             rounds=self.policy.new_rounds(),
+            repeats=Repeats(prompt) if self.policy.drafts and self.policy.repeats else None,
             fan_out=self.policy.candidates,
         )
         report(generation)

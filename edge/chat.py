@@ -5,6 +5,7 @@ It takes its agent, its screen and its input from outside, so that tests run who
 """
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 
@@ -12,6 +13,7 @@ from paceline.edge.agent import Agent
 from paceline.edge.answer import Answer, Ask, Writer
 from paceline.edge.conversation import Conversation
 from paceline.edge.figures import Speed, speed
+from paceline.edge.held import GoingOn, Held, Keeping
 from paceline.edge.link import State
 from paceline.edge.offline import DraftAlone
 from paceline.edge.screen import Screen
@@ -34,7 +36,10 @@ class Chat:
         *,
         stats: bool = False,
         offline: bool = False,
+        keeping: Keeping | None = None,
     ) -> None:
+        """`keeping`: where an unfinished answer is kept, for `go_on` in the next process."""
+        self.keeping = keeping
         self.agent, self.text, self.conversation, self.screen = agent, text, conversation, screen
         self.stats, self.offline = stats, offline
         self.summary = ""  # how the last answer was made
@@ -44,10 +49,22 @@ class Chat:
         """One question and its answer, which both stay in the conversation, also when the answer was stopped."""
         conversation = self.conversation
         conversation.turns.append({"role": "user", "content": conversation.question(question)})
-        answer = self._asked()
-        said = ""
+        if self.keeping is not None:
+            self.keeping.note = json.dumps(conversation.turns)
+        await self._say(self._asked())
+
+    async def go_on(self, held: Held) -> None:
+        """Show the answer that another process began, all of it, and go on with it; the conversation is the one it was in."""
+        assert self.keeping is not None
+        self.keeping.note = held.note
+        self.conversation.turns[:] = json.loads(held.note) if held.note else []
+        ask = Ask(held.prompt, held.sampling, held.max_tokens, held.stop_ids)
+        await self._say(Answer(self.text, ask), GoingOn(self.keeping, held))
+
+    async def _say(self, answer: Answer, writer: Writer | None = None) -> None:
+        conversation, said = self.conversation, ""
         try:
-            writer = await self._writer()
+            writer = writer or await self._writer()
             async with aclosing(answer.pieces(writer)) as pieces:
                 watching = asyncio.ensure_future(self._watch(answer))
                 try:
@@ -62,7 +79,7 @@ class Chat:
             self.screen.end()
             if said:
                 conversation.turns.append({"role": "assistant", "content": said})
-            else:
+            elif conversation.turns:
                 conversation.turns.pop()
             self.summary = self._summary(answer)
         if self.stats:
@@ -81,7 +98,7 @@ class Chat:
             self.screen.say("[offline: the draft answers alone, and this is not the target's text]")
             self.screen.mark_lines("draft| ")
             return DraftAlone(self.agent.draft, self.agent.on_draft, self.agent.clock)
-        return self.agent
+        return self.keeping or self.agent
 
     async def _link_comes_up(self) -> bool:
         with suppress(TimeoutError):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.planner import IDLE, LEAST, MARGIN, Horizon, Switch, patience, to_run, to_send
+from paceline.edge.planner import IDLE, LEAST, MARGIN, SENT, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.predictor import Predictor
+from paceline.edge.repeats import Repeats
 from paceline.edge.rounds import NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
@@ -18,6 +19,7 @@ from paceline.protocol.tree import State
 
 ENOUGH = 0.98  # candidates of a row become nodes until they hold the target's choice with this probability
 STREAMED = 2.5  # tokens a step to reckon with before any were seen
+REPEATED = 12  # tokens of a repeat that join the tree at once
 NODES_LEFT = 64  # room in the tree below which nothing more is drafted
 
 
@@ -55,6 +57,7 @@ class Generation:
     rounds: Rounds | None = None
     fan_out: int = 8  # candidates of a row that become nodes, at most
     rate: float = 0.0  # tokens a second that the agent has made lately
+    repeats: Repeats | None = None
     switch: Switch = field(default_factory=Switch)
     ran_at: float = 0.0  # when a row was last run
     frontier: set[int] = field(default_factory=set)
@@ -101,6 +104,8 @@ class Generation:
         if self.rounds is not None:
             self.rounds.sent = False
         self._learn(event)
+        if self.repeats is not None:
+            self.repeats.extend(event.tokens)
         tree = self.session.tree
         alive = {n for n in self.frontier if tree.state(n) is State.LIVE}
         if tree.root not in self.found:
@@ -115,9 +120,8 @@ class Generation:
         node: int | None = self._last_root
         for token, walked in zip(event.tokens, [*event.walked, *[None] * len(event.tokens)], strict=False):
             found = self.found.get(node) if node is not None else None
-            if found is None:
-                break
-            self.predictor.learn(found, token, seeded=self.seeded)
+            if found is not None:
+                self.predictor.learn(found, token, seeded=self.seeded)
             node = walked
         last = [self._last_root, *event.walked][len(event.tokens) - 1 :]  # where the target chose by itself
         if last and last[0] in self.found:
@@ -169,10 +173,36 @@ class Generation:
         room = tree.position(node) + 2 < self.session.max_tokens  # the cloud chooses the last token by itself
         count = 1 + int(np.searchsorted(np.cumsum(chances), ENOUGH))
         for token, chance in zip(found.tokens[: min(count, self.fan_out)], chances, strict=False) if room else ():
-            child = tree.add(node, int(token), math.log(chance))
-            self.unsent.add(child)
+            child = tree.child(node, int(token))  # a repeat may have offered it before
+            if child is None:
+                child = tree.add(node, int(token), math.log(chance))
+                self.unsent.add(child)
+            elif tree.weight(child) - tree.weight(node) < math.log(chance):
+                tree.reweigh(child, math.log(chance))
             if int(token) not in self.session.stop_ids:
                 self.frontier.add(child)
+        if self.repeats is not None and self.rounds is None:
+            self._repeat(node, self.repeats)
+
+    def _repeat(self, node: int, repeats: Repeats) -> None:
+        """Where the text repeats itself after `node`, its next tokens join the tree without having been run."""
+        tree = self.session.tree
+        path = [tree.token(n) for n in tree.path(node)]
+        for _ in range(REPEATED):
+            found = repeats.next(path)
+            if found is None or tree.position(node) + 2 >= self.session.max_tokens:
+                return
+            token, chance = found
+            child = tree.child(node, token)
+            if child is None:
+                if node in self.found:
+                    return  # the draft knows better: it was run, and this is not among its candidates
+                child = tree.add(node, token, math.log(chance))
+                self.unsent.add(child)
+            if token in self.session.stop_ids or tree.reach(child) < SENT:
+                return
+            node = child
+            path.append(token)
 
     def send(self, now: float, wait: float = 0.0) -> Sequence[Message]:
         """Messages with the nodes that have become worth their bytes.

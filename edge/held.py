@@ -22,7 +22,7 @@ from paceline.edge.agent import Agent
 from paceline.edge.generation import Generation
 from paceline.protocol.edge_session import Committed
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.messages import MAX_LOGPROBS, MAX_STOP_IDS, Count, Digest, Tokens
+from paceline.protocol.messages import MAX_LOGPROBS, MAX_STOP_IDS, Commit, Count, Digest, Tokens
 from paceline.protocol.sampling import Sampling, TokenId
 
 EVERY_SECONDS = 0.5  # between two writes
@@ -45,6 +45,7 @@ class Held(msgspec.Struct, frozen=True):
     tokens: Tokens = ()
     resume: str = ""
     note: str = ""
+    grammar: str = ""
     format: Count = 1
 
 
@@ -94,20 +95,22 @@ class Keeping:
         *,
         stop_ids: Sequence[int] = (),
         logprobs: int | None = None,
+        grammar: str = "",
         report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]:
         """As the agent's."""
-        held = Held(
-            self._fingerprint, tuple(prompt), sampling, max_tokens, tuple(stop_ids), logprobs, (), "", self.note
-        )
+        asked = (tuple(prompt), sampling, max_tokens, tuple(stop_ids), logprobs)
+        held = Held(self._fingerprint, *asked, note=self.note, grammar=grammar)
         return self.go_on(held, report)
 
     async def go_on(
-        self, held: Held, report: Callable[[Generation], None] = lambda generation: None
+        self, held: Held, report: Callable[[Generation], None] = lambda generation: None, *, whole: bool = False
     ) -> AsyncGenerator[Committed, None]:
-        """What follows `held.tokens`. Raises HeldError if that is no text of this vocabulary, else as the agent's `generate`."""
+        """What follows `held.tokens`; if `whole`, those first. Raises HeldError for another vocabulary, else as `generate`."""
         if held.fingerprint != self._fingerprint:
             raise HeldError(f"{self._path}: the answer was begun with another model; delete it to begin anew")
+        if whole and held.tokens:
+            yield Committed(held.tokens, (), Commit(sid=0, base=0, tokens=held.tokens))
         generations: list[Generation] = []
 
         def tell(generation: Generation) -> None:
@@ -120,6 +123,7 @@ class Keeping:
             held.max_tokens,
             stop_ids=held.stop_ids,
             logprobs=held.logprobs,
+            grammar=held.grammar,
             held=held.tokens,
             resume=held.resume,
             report=tell,
@@ -151,3 +155,24 @@ class Keeping:
     def _forget(self) -> None:
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
+
+
+class GoingOn:
+    """A writer of one answer that was begun before: all of it, what is held first."""
+
+    def __init__(self, keeping: Keeping, held: Held) -> None:
+        self._keeping, self._held = keeping, held
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        *,
+        stop_ids: Sequence[int] = (),
+        logprobs: int | None = None,
+        grammar: str = "",
+        report: Callable[[Generation], None] = lambda generation: None,
+    ) -> AsyncGenerator[Committed, None]:
+        """As the agent's; what is asked for is what was asked for then."""
+        return self._keeping.go_on(self._held, report, whole=True)

@@ -11,9 +11,10 @@ class Policy:
     """`drafts`: whether the device drafts at all. `width`: rows of a draft step; None: as many as pay, by measurement.
 
     `rounds`: tokens of a round, 0 as many as pay; None: no rounds. `outcomes`: how many outcomes of a round are prepared
-    while it is on its way. `candidates`: of a row that become nodes, at most. `waits`: whether the cloud may wait for
-    nodes instead of stepping without. `backup`: what the verifier drafts by itself where it holds too little (none, repeats,
-    model), and `backup_length` tokens of it for a step, 0 as many as pay.
+    while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
+    the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
+    what the verifier drafts by itself where it holds too little (none, repeats, model), `backup_length` tokens of it for a
+    step, 0 as many as pay.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Policy:
     outcomes: int = 0
     candidates: int = 8
     waits: bool = True
+    repeats: bool = True
     backup: str = "none"
     backup_length: int = 0
 

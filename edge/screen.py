@@ -18,7 +18,8 @@ CLEAR_RIGHT = "\x1b[K"
 class Screen:
     """`write` takes what goes to standard output, `aside` a line about the conversation rather than of it.
 
-    `color` marks tokens; `guesses` shows what is not certain yet; `width` gives the columns of the terminal.
+    `color` marks tokens; `guesses` shows what is not certain yet; `width` gives the columns of the terminal. `shared`: both
+    go to one terminal, so that an aside needs a line of its own; where the answer is piped, nothing is added to it.
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class Screen:
         *,
         color: bool = False,
         guesses: bool = False,
+        shared: bool = True,
         width: Callable[[], int] = lambda: 80,
     ) -> None:
         self._write, self._aside, self._width = write, aside, width
-        self._color, self._guesses = color, guesses
+        self._color, self._guesses, self._shared = color, guesses, shared
         self._column = 0
         self._begun = False  # something of an answer was shown
         self._mark = ""
@@ -63,7 +65,7 @@ class Screen:
 
     def say(self, line: str) -> None:
         """A line about the conversation, on a line of its own."""
-        if self._column:
+        if self._column and self._shared:
             self._break()
         self._aside(line)
 

@@ -80,6 +80,12 @@ class Tree:
         self._live += 1
         return node
 
+    def reweigh(self, node: int, log_probability: float) -> None:
+        """Another opinion of taking `node` once its parent was taken; what hangs below it moves along."""
+        shift = self.weight(self.parent(node)) + min(log_probability, 0.0) - self.weight(node)
+        for below in self.subtree(node):
+            self._weight[below - self._first] += shift
+
     def advance(self, tokens: Sequence[int]) -> list[int]:
         """Move the root along committed `tokens`. Returns the nodes that were walked through, in order.
 

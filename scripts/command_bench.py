@@ -7,6 +7,7 @@ from paceline.cloud.bench_engine import command as engine_command
 from paceline.scripts.command_order import order
 from paceline.scripts.command_overhead import overhead
 from paceline.scripts.lab.cli import app
+from paceline.scripts.lab.load import command as load
 
 if TYPE_CHECKING:
     from paceline.cloud.engine import Engine
@@ -25,6 +26,7 @@ def _make(engine: str, model: Path, *, exact: bool, quant: str | None, device: s
 
 
 app.command("engine")(engine_command(_resolve, _make))
+app.command("load")(load)
 app.command("order")(order)
 app.command("overhead")(overhead)
 

@@ -47,6 +47,9 @@ def chat(
         str | None,
         typer.Option(help="draft: while the verifier is away the draft answers alone, marked on every line."),
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the answer during which this command was killed.")
+    ] = False,
     threads: options.Threads = None,
     rtt: options.RoundTrip = 0.0,
     verify_floor: options.VerifyFloor = 0.0,
@@ -67,7 +70,7 @@ def chat(
         raise PacelineError(f"--offline {offline} is not known; there is --offline draft")
     if offline and not chosen.drafts:
         raise PacelineError(f"--offline draft needs a draft, and the policy {policy} has none; use --policy stream")
-    if prompt is None and not sys.stdin.isatty():
+    if prompt is None and not resume and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
@@ -77,7 +80,7 @@ def chat(
         attempts = None if offline else ATTEMPTS
         settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts)
         conversation = Conversation(params, max_tokens, system)
-        shown = Shown(stats, color, optimistic, offline is not None)
+        shown = Shown(stats, color, optimistic, offline is not None, resume)
         asyncio.run(_talk(settings, policy, conversation, prompt, shown))
 
 
@@ -89,19 +92,34 @@ class Shown:
     color: bool
     optimistic: bool
     offline: bool
+    resume: bool = False  # begin with the answer that was not finished
 
 
 async def _talk(
     settings: "Settings", policy: str, conversation: "Conversation", prompt: str | None, shown: Shown
 ) -> None:
+    import time
+
     from paceline.edge.chat import Chat
+    from paceline.edge.held import Keeping, read_held
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.runtime import running_agent
     from paceline.edge.text import Text
+    from paceline.protocol.errors import PacelineError
 
     text = Text(settings.vocabulary)
     async with running_agent(settings, text, policy_named(policy)) as agent:
-        chat = Chat(agent, text, conversation, _screen(shown), stats=shown.stats, offline=shown.offline)
+        path = settings.cache / "unfinished.json"
+        keeping = Keeping(agent, path, time.perf_counter, fingerprint=text.vocabulary.fingerprint)
+        chat = Chat(
+            agent, text, conversation, _screen(shown), stats=shown.stats, offline=shown.offline, keeping=keeping
+        )
+        if shown.resume:
+            if (held := read_held(path)) is None:
+                raise PacelineError("there is no unfinished answer to go on with")
+            await chat.go_on(held)
+            if prompt is None and not sys.stdin.isatty():
+                return
         if prompt is not None:
             await chat.turn(prompt)
         else:
@@ -119,6 +137,7 @@ def _screen(shown: Shown) -> "Screen":
         lambda line: print(line, file=sys.stderr, flush=True),
         color=shown.color and terminal and not plain,
         guesses=shown.optimistic and terminal,
+        shared=sys.stdout.isatty(),
         width=_columns,
     )
 

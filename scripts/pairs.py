@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 from paceline.protocol.errors import PacelineError
+from paceline.quant.folder import CARD, DRAFT, VOCABULARY, verify
 from paceline.scripts.catalogue import PAIRS
 from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, resolve_pair
 from paceline.scripts.progress import progress_bar
@@ -21,14 +22,31 @@ def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
         raise PacelineError("--target and --draft go together: a draft serves the target it was made for")
     with progress_bar(target) as report:
         found = resolve(target, cache, report)
-    with progress_bar(draft) as report:
-        return Pair(found, resolve(draft, cache, report))
+    return Pair(found, _draft_file(draft))
 
 
 def draft_of(pair: str, draft: str | None) -> Path:
     """The draft alone, for a verifier elsewhere: the one given, or that of a named pair."""
     if draft is None:
         return files_of(pair, None, None).draft
+    return _draft_file(draft)
+
+
+def vocabulary_beside(pair: str, draft: str | None) -> Path:
+    """A vocabulary without asking a verifier: the named pair's target's, or the one that came with the draft."""
+    if draft is None:
+        return vocabulary_of(files_of(pair, None, None).target)
+    found = _draft_file(draft)
+    beside = found.with_name(VOCABULARY)
+    return beside if beside.is_file() else vocabulary_of(found)
+
+
+def _draft_file(draft: str) -> Path:
+    """A draft by name, file, or the folder that `paceline draft build` makes, which is checked."""
+    folder = Path(draft).expanduser()
+    if (folder / CARD).is_file():
+        verify(folder)
+        return folder / DRAFT
     with progress_bar(draft) as report:
         return resolve(draft, cache_folder(), report)
 

@@ -68,7 +68,7 @@ def _elsewhere(choice: Choice) -> Place:
     from paceline.edge.vocabulary_cache import vocabulary_file
     from paceline.edge.websocket import Address
     from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
+    from paceline.scripts.pairs import draft_of, vocabulary_beside
 
     secrets = (choice.key, choice.insecure, choice.authority, choice.certificate)
     addresses = tuple(Address(url, *secrets) for url in choice.urls)
@@ -78,6 +78,5 @@ def _elsewhere(choice: Choice) -> Place:
     except LinkError:
         if draft is None or not choice.alone:
             raise
-        known = draft if choice.draft is not None else files_of(choice.pair, None, None).target
-        vocabulary = vocabulary_of(known)
+        vocabulary = vocabulary_beside(choice.pair, choice.draft)
     return Place(addresses, vocabulary, draft)

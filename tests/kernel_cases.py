@@ -112,7 +112,7 @@ def choice_case(seed: int, vocabulary: int = 203) -> tuple[Tensor, Forest, Choic
     rng, generator = random.Random(seed), np.random.default_rng(seed)
     likely = rng.sample(range(vocabulary), 4)
     shares, histories = [], []
-    for i, nodes in enumerate((0, 1, 5, 12)):
+    for i, nodes in enumerate((0, 1, 4, 8)):
         sampling = _KINDS[(seed + 3 * i) % len(_KINDS)]
         text = rng.choices(range(vocabulary), k=6)
         history = History(text[:3], text[3:]) if sampling.penalised else None

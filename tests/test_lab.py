@@ -160,11 +160,13 @@ def test_a_trace_covers_the_answer(cases: list[Case], bench: Bench) -> None:
 def test_a_cut_run_goes_on_where_it_stopped(workshop: Workshop, cases: list[Case], tmp_path: Path) -> None:
     out, learned = tmp_path / "r.json", workshop.taught(cases)
     entrants = [Entrant(name, name, setting(name, r)) for r in (0.0, 0.05) for name in ("ar", "stream")]
-    about = {"what": "a test"}
-    first = continued(about, out)
+    about: dict[str, object] = {"what": "a test"}
+    first = continued(dict(about), out)
+    first.about["tuned"] = {"sync": "sync:rounds=4"}  # found out on the way
     sweep(workshop, cases[:1], entrants, learned, first, out)
     again = continued(about, out)
     assert again.entries == first.entries
+    assert again.about["tuned"] == first.about["tuned"]
     done: list[None] = []
     sweep(workshop, cases, entrants, learned, again, out, lambda: done.append(None))
     assert len(done) == 2 * len(entrants)

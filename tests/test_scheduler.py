@@ -9,6 +9,7 @@ from paceline.cloud.engine import Work
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits, Walk
+from paceline.protocol.cost import Patience
 from paceline.protocol.errors import Code, EngineError, ProtocolError
 from paceline.protocol.messages import Commit, Draft, Open
 from paceline.protocol.sampling import Sampling
@@ -268,11 +269,11 @@ def test_a_sleeper_that_is_woken_a_hair_early_does_not_spin() -> None:
     async def main() -> int:
         room = Room(Recorder())
         seat = room.enter(1)
-        seat.session.patience = 0.1
+        seat.session.patience = Patience(longest=0.2, response=0.1)
         assert seat.session.waiting
         await asyncio.sleep(0.05)
         assert not room.text(1)
-        seat.since = asyncio.get_running_loop().time() + 5e-10 - 0.1
+        seat.missed = asyncio.get_running_loop().time() + 5e-10 - 0.1
         room.scheduler.wake()
         await asyncio.sleep(FLOOR + 0.01)
         return len(room.text(1))

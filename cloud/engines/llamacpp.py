@@ -170,7 +170,7 @@ class LlamaEngine:
         """The idle slot that shares the longest prefix, if that is most of it; else an unused one, while there is one."""
         idle = [s for s in self._slots if not s.busy]
         best = max(idle, key=lambda s: (common_prefix(s.tokens, tokens), -s.used), default=None)
-        if best is not None and 2 * common_prefix(best.tokens, tokens) > len(best.tokens):
+        if best is not None and 0 < len(best.tokens) <= 2 * common_prefix(best.tokens, tokens):
             return (
                 best  # most of what it holds serves again: another chat's slot, that shares a system prompt, does not
             )

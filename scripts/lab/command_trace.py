@@ -43,7 +43,7 @@ def trace(
     with bar() as step:
         workshop, [case], _, learned, about = prepared(question, threads, step)
     events, bench = Events(), workshop.bench(case, learned)
-    run = answer(bench, case, setting_of(question, policy, rtt), events)
+    run = answer(bench, case, setting_of(workshop, question, policy, rtt), events)
     bench.memo.save()
     workshop.close()
     title = (

@@ -1,7 +1,9 @@
 """What a draft step costs on the devices the lab speaks for: seconds for one row, and for each further row of a batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.protocol.cost import StepCost
 from paceline.protocol.errors import PacelineError
 
 
@@ -31,6 +33,12 @@ EDGES = {
         EdgeCost("pi", 0.060, 0.025),
     )
 }
+
+
+def fitted(table: Sequence[tuple[int, float]]) -> EdgeCost:
+    """The line through (rows, seconds) as a draft measured them on this machine."""
+    cost = StepCost(table)
+    return EdgeCost("native", cost(1), cost(2) - cost(1))
 
 
 def edge_named(name: str) -> EdgeCost:

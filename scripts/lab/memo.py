@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from zipfile import BadZipFile
 
 import msgspec
 import numpy as np
@@ -79,7 +80,7 @@ class Memo:
         try:
             with np.load(self._file) as table:
                 keys, tokens, confidence = table["keys"], table["tokens"], table["confidence"].astype(np.float64)
-        except (OSError, ValueError, KeyError, EOFError):
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
             return  # not there, or damaged: computed again
         sizes = (tokens >= 0).sum(axis=1)
         for i, key in enumerate(keys):

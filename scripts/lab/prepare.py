@@ -10,7 +10,6 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.cases import Case, read_prompts, spread
-from paceline.scripts.lab.edges import edge_named
 from paceline.scripts.lab.experiment import Setting
 from paceline.scripts.lab.network import LinkSpec
 from paceline.scripts.lab.sweep import Entrant, code_digest
@@ -61,7 +60,7 @@ def entrants(
     step("tuning", len(question.round_trips) * len(question.policies))
     for rtt in question.round_trips:
         for name in question.policies:
-            setting = setting_of(question, name, rtt)
+            setting = setting_of(workshop, question, name, rtt)
             key = f"{name} at {rtt:g}"
             chosen[key] = chosen.get(key) or best(workshop, tuning, name, setting, predictor)
             policy = _limited(question, policy_named(chosen[key]))
@@ -70,10 +69,10 @@ def entrants(
     return found
 
 
-def setting_of(question: "Question", name: str, round_trip: float) -> Setting:
+def setting_of(workshop: Workshop, question: "Question", name: str, round_trip: float) -> Setting:
     link = LinkSpec(round_trip, question.jitter, question.up, question.down, question.loss)
     policy = _limited(question, policy_named(name))
-    edge = edge_named(question.edge)
+    edge = workshop.edge(question.edge)
     return Setting(policy, edge, link, question.verify_floor, question.predictor, question.width)
 
 

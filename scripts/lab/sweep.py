@@ -77,9 +77,10 @@ def continued(about: dict[str, Any], out: Path | None) -> Results:
     if out is None or not out.exists():
         return Results(about)
     found = Results.load(out)
-    if found.about != json.loads(json.dumps(about)):
-        differs = sorted(k for k in about if found.about.get(k) != json.loads(json.dumps(about[k])))
-        raise PacelineError(f"{out} was measured with other {', '.join(differs) or 'settings'}; name another file")
+    asked = json.loads(json.dumps(about))  # what was found out on the way (tuned parameters) is kept beside it
+    differs = sorted(k for k in asked if found.about.get(k) != asked[k])
+    if differs:
+        raise PacelineError(f"{out} was measured with other settings ({', '.join(differs)}); name another file")
     return found
 
 

@@ -11,6 +11,7 @@ from paceline.edge.text import Text
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case, Prompt, Recordings
+from paceline.scripts.lab.edges import EdgeCost, edge_named, fitted
 from paceline.scripts.lab.experiment import Bench
 from paceline.scripts.lab.forest import Forest
 from paceline.scripts.lab.memo import Memo, begin, digest_of
@@ -28,6 +29,7 @@ class Workshop:
     cache: Path
     threads: int | None = None
     _forests: list[Forest] = field(default_factory=list)
+    _native: list[EdgeCost] = field(default_factory=list)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -63,6 +65,18 @@ class Workshop:
 
     def bench(self, case: Case, predictor: Predictor) -> Bench:
         return Bench(self.vocabulary, self.memo(case), predictor)
+
+    def edge(self, name: str) -> EdgeCost:
+        """A preset, two milliseconds, or `native`: what the draft's steps cost here, measured once. Raises PacelineError."""
+        if name != "native":
+            return edge_named(name)
+        if not self._native:
+            from paceline.edge.drafts.llamacpp import LlamaDraft
+
+            draft = LlamaDraft(self.pair.draft, self.vocabulary, cells=512, threads=1)
+            self._native.append(fitted(draft.step_cost))
+            draft.shut()
+        return self._native[0]
 
     def close(self) -> None:
         for forest in self._forests:

@@ -68,7 +68,8 @@ class System:
 @asynccontextmanager
 async def cloud_at(engine: Engine, vocabulary: Path) -> AsyncIterator[tuple[str, Scheduler]]:
     thread = OneThread("engine")
-    scheduler = Scheduler(engine, thread, time.perf_counter)
+    # paced, so that a draft on a busy machine has something to do
+    scheduler = Scheduler(engine, thread, time.perf_counter, floor=0.05)
     house = House(scheduler, engine.name, engine.vocabulary, engine.context, clock=time.perf_counter)
     house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
     server = await start(house, "127.0.0.1", 0, vocabulary)

@@ -249,3 +249,20 @@ def test_options_that_make_no_sense_are_refused(option: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "nonsense" in done.stderr
+
+
+def test_a_chat_that_was_killed_goes_on_with_its_answer(system: Any, tmp_path: Path) -> None:
+    arguments = ["--policy", "ar", "--max-tokens", "60", "--seed", "5"]
+    whole = piped(system, *arguments, question=STORY)
+    assert whole.returncode == 0, whole.stderr
+    command = [sys.executable, "-m", "paceline.scripts.cli", "chat", "--url", system.verifier, *arguments, "-p", STORY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(20)
+        process.kill()
+    resumed = piped(system, *arguments, "--resume", question="")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == whole.stdout
+    again = piped(system, *arguments, "--resume", question="")
+    assert again.returncode == 1
+    assert "no unfinished answer" in again.stderr
