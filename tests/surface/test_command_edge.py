@@ -25,8 +25,10 @@ def edge(tmp_path: Path) -> Iterator[Start]:
 
     def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
         command = [sys.executable, "-m", "paceline.scripts.cli", "edge", "--port", "0", "--policy", "ar", *arguments]
+        command.append("--stop-with-stdin")  # so that it ends with these tests, however they end
         env = os.environ | {"PACELINE_CACHE": str(tmp_path / "cache")} | environment
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
         started.append(process)
         assert process.stdout is not None
         return process, process.stdout.readline()

@@ -35,7 +35,7 @@ def test_every_answer_names_its_request(system: Any) -> None:
 def test_health_version_and_metrics(system: Any) -> None:
     assert httpx.get(f"{system.url}/health").json() == {"status": "ok", "link": "connected", "model": "smollm2"}
     assert httpx.get(f"{system.url}/version").json() == {"version": "test"}
-    httpx.post(f"{system.url}/v1/chat/completions", json=BODY)
+    httpx.post(f"{system.url}/v1/chat/completions", json=BODY, timeout=60)
     text = httpx.get(f"{system.url}/metrics").text
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values["paceline_tokens_total"]) >= 2
@@ -49,7 +49,7 @@ def test_web_pages_from_elsewhere_are_kept_out(system: Any) -> None:
     assert httpx.post(address, json=BODY, headers={"Origin": "https://evil.example"}).status_code == 403
     rebound = {"Origin": "http://evil.example:80", "Host": "evil.example:80"}
     assert httpx.post(address, json=BODY, headers=rebound).status_code == 403
-    near = httpx.post(address, json=BODY, headers={"Origin": "http://localhost:3000"})
+    near = httpx.post(address, json=BODY, headers={"Origin": "http://localhost:3000"}, timeout=60)
     assert near.status_code == 200
     assert near.headers["access-control-allow-origin"] == "http://localhost:3000"
     asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST",
@@ -60,7 +60,7 @@ def test_web_pages_from_elsewhere_are_kept_out(system: Any) -> None:
 
 
 def test_a_stream_is_not_buffered_on_its_way(system: Any) -> None:
-    with httpx.stream("POST", f"{system.url}/v1/chat/completions", json=BODY | {"stream": True}) as answer:
+    with httpx.stream("POST", f"{system.url}/v1/chat/completions", json=BODY | {"stream": True}, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["x-accel-buffering"] == "no"
         assert "no-transform" in answer.headers["cache-control"]
