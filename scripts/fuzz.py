@@ -78,6 +78,13 @@ class ConnectionTarget:
     def __call__(self, frames: Sequence[bytes]) -> None:
         self._loop.run_until_complete(self._one(frames))
 
+    def close(self) -> None:
+        """End the verifier and its loop."""
+        self._stepping.cancel()
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._stepping)
+        self._loop.close()
+
     async def _one(self, frames: Sequence[bytes]) -> None:
         near, far = MemoryChannel.pair()
         serving = self._loop.create_task(Connection(far, self._house).serve())

@@ -1,6 +1,6 @@
 """A short run of the fuzzer on each target, and that it would notice."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,11 +9,18 @@ from paceline.scripts.fuzz import ConnectionTarget, Count, Target, blindly, fuzz
 VECTORS = Path(__file__).parent / "vectors" / "frames.json"
 
 
+@pytest.fixture
+def connection() -> Iterator[ConnectionTarget]:
+    target = ConnectionTarget()
+    yield target
+    target.close()
+
+
 @pytest.mark.parametrize(
-    ("target", "inputs"), [(fuzz_codec, 5000), (fuzz_session, 3000), (ConnectionTarget(), 1500)], ids=lambda v: ""
+    ("target", "inputs"), [(fuzz_codec, 5000), (fuzz_session, 3000), (None, 1500)], ids=lambda v: ""
 )
-def test_nothing_crashes_hangs_or_stays(target: Target, inputs: int) -> None:
-    count = Count(target)
+def test_nothing_crashes_hangs_or_stays(target: Target | None, inputs: int, connection: ConnectionTarget) -> None:
+    count = Count(target or connection)
     blindly(count, seeds(VECTORS), inputs, seed=3)
     assert count.frames > inputs
 
@@ -33,9 +40,8 @@ def test_a_crash_is_noticed_and_its_input_shown(capsys: pytest.CaptureFixture[st
     assert "c1" in capsys.readouterr().err
 
 
-def test_the_conversations_among_the_seeds_really_open_sessions() -> None:
-    target = ConnectionTarget()
+def test_the_conversations_among_the_seeds_really_open_sessions(connection: ConnectionTarget) -> None:
     for data in seeds(VECTORS):
-        target(split(data))
-    assert target._house.scheduler.figures.tokens > 30
-    assert target._house.waiting
+        connection(split(data))
+    assert connection._house.scheduler.figures.tokens > 30
+    assert connection._house.waiting
