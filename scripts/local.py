@@ -1,11 +1,12 @@
 """A verifier of one's own: the same `paceline cloud` that runs elsewhere, as a child process on this machine."""
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 
 from paceline.protocol.errors import PacelineError
@@ -59,8 +60,9 @@ def when_stdin_ends(then: Callable[[], object]) -> None:
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
-        while sys.stdin.buffer.read(4096):
+        while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
             pass
-        loop.call_soon_threadsafe(then)
+        with suppress(RuntimeError):  # the loop has ended by itself meanwhile
+            loop.call_soon_threadsafe(then)
 
     Thread(target=wait, daemon=True, name="stdin").start()
