@@ -115,12 +115,12 @@ def test_forty_benchmark_prompts(
     sampling: Sampling, plain: PlainModel, engine: LlamaEngine, draft: LlamaDraft, text: Text
 ) -> None:
     questions = benchmark_prompts()
-    prompts = [text.prompt([{"role": "user", "content": q}])[-900:] for q in questions]
+    prompts = [text.prompt([{"role": "user", "content": q}])[-160:] for q in questions]
     assert len(prompts) == 40
-    ours = speculate(engine, draft, prompts, sampling, 64, text.end_tokens)
+    ours = speculate(engine, draft, prompts, sampling, 48, text.end_tokens)
     different = []
     for question, prompt, (tokens, _, _) in zip(questions, prompts, ours, strict=True):
-        expected, _ = plain.text(prompt, sampling, 64, text.end_tokens)
+        expected, _ = plain.text(prompt, sampling, 48, text.end_tokens)
         if tokens != expected:
             different.append(question)
     total = sum(len(tokens) for tokens, _, _ in ours)
