@@ -216,7 +216,7 @@ class Scheduler:
         for seat in seats:
             assert seat.handle is not None
             session = seat.session
-            if len(session.sequence) - self.engine.length(seat.handle) > self.engine.chunk:
+            if session.position - self.engine.length(seat.handle) > self.engine.chunk:
                 continue
             stub = top_up.look(session, self.width)
             drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids))  # noqa: B023 - awaited at once
@@ -237,7 +237,7 @@ class Scheduler:
         room, batch, choosing = self.engine.chunk, [], []
         for seat in seats:
             assert seat.handle is not None
-            missing = tuple(seat.session.sequence[self.engine.length(seat.handle) :])
+            missing = seat.session.after(self.engine.length(seat.handle))
             assert missing, "an engine leaves at least the last token to be run"
             taken = missing if len(missing) == 1 else missing[:room]
             if not taken:

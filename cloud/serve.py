@@ -1,9 +1,7 @@
 """A verifier as a process: engine, scheduler and door put together, until it is told to stop."""
 
 import asyncio
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -71,9 +69,9 @@ async def serve(
     vocabulary: Path | None,
     ready: Callable[[str], None],
     *,
-    stop_with_stdin: bool = False,
+    watch: Callable[[Callable[[], object]], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM (or, if asked, until standard input ends). `ready` is told the address."""
+    """Serve until SIGINT or SIGTERM. `ready` is told the address; `watch` is given what ends it at once."""
     thread = OneThread("engine")
     scheduler = Scheduler(engine, thread, time.perf_counter, width=settings.width, floor=settings.verify_floor)
     house = House(
@@ -98,10 +96,8 @@ async def serve(
     for name in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError):
             loop.add_signal_handler(name, stop.ask)
-    if stop_with_stdin:
-        then = (lambda: loop.call_soon_threadsafe(stop.end),)
-        # a daemon: the loop's own threads would be waited for, and this one may wait for ever
-        threading.Thread(target=_wait_for_end_of_stdin, args=then, name="stdin", daemon=True).start()
+    if watch is not None:
+        watch(stop.end)
     host, port = server.sockets[0].getsockname()[:2]
     ready(f"{'wss' if tls else 'ws'}://{host}:{port}")
     await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
@@ -141,10 +137,3 @@ async def _drain(house: House, stop: Stop, seconds: float) -> None:
         wait.cancel()
     house.drain(0.0)
     await asyncio.sleep(0.1)  # for this to reach the edges; those that lose it see the end of the link
-
-
-def _wait_for_end_of_stdin(then: Callable[[], object]) -> None:
-    while os.read(0, 4096):  # not sys.stdin: its lock would be held when the interpreter ends
-        pass
-    with suppress(RuntimeError):  # the loop has ended by itself meanwhile
-        then()

@@ -111,6 +111,13 @@ class CloudSession:
     def sequence(self) -> list[int]:
         return [*self.prompt, *self.committed]
 
+    def after(self, length: int) -> tuple[int, ...]:
+        """The tokens of `sequence` from `length` on, without copying what comes before them."""
+        inside = length - len(self.prompt)
+        if inside >= 0:
+            return tuple(self.committed[inside:])
+        return (*self.prompt[length:], *self.committed)
+
     # ---- what arrives
 
     def receive(self, draft: Draft) -> None:

@@ -18,7 +18,6 @@ from . import distil, export, folder, store, vocab
 from . import text as own_text
 from .decoder import EMBEDDING, Shape
 from .errors import RecipeError
-from .gguf_file import GgufFile
 from .grids import GRIDS, Q8_0
 from .report import rounding_errors
 from .requantise import Kind, requantise
@@ -195,7 +194,3 @@ def write_vocabulary(target: Target, source: Path, out: Path) -> None:
 def draft_file(path: Path) -> Path:
     """The GGUF of a draft folder, or the path itself when it is a file."""
     return path / folder.DRAFT if path.is_dir() else path
-
-
-def rows_of(path: Path) -> int:
-    return GgufFile(path).info(EMBEDDING).shape[0]

@@ -24,6 +24,18 @@ def names() -> list[str]:
     return sorted(entry.name for entry in here.iterdir() if (entry / folder.CARD).is_file()) if here.is_dir() else []
 
 
+def card(name: str) -> folder.Card:
+    """What the shipped draft `name` is: its recipe, evaluation and digests."""
+    with as_file(files("paceline.quant") / "drafts" / name) as source:
+        return folder.read_card(source)
+
+
+def rebuild(name: str, target: Path, draft: Path) -> None:
+    """Write the file of the shipped draft `name` alone, from its patch and the target's file. Raises `DraftError`."""
+    with as_file(files("paceline.quant") / "drafts" / name) as source:
+        patch.apply(source / PATCH, target, draft)
+
+
 def install(
     name: str, target: Path, out: Path, step: Callable[[int, int], None] = lambda done, total: None
 ) -> folder.Card:

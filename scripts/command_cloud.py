@@ -60,7 +60,7 @@ def cloud(
     from paceline.cloud.serve import load_engine, serve
     from paceline.cloud.server import tls_context
     from paceline.cloud.settings import Settings, effective, listing
-    from paceline.scripts.local import READY
+    from paceline.scripts.local import READY, when_stdin_ends
     from paceline.scripts.models import cache_folder, resolve
     from paceline.scripts.pairs import vocabulary_of
     from paceline.scripts.progress import progress_bar
@@ -91,4 +91,4 @@ def cloud(
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)
 
-    asyncio.run(serve(settings, loaded, vocabulary, ready, stop_with_stdin=stop_with_stdin))
+    asyncio.run(serve(settings, loaded, vocabulary, ready, watch=when_stdin_ends if stop_with_stdin else None))

@@ -15,7 +15,7 @@ from pathlib import Path
 import platformdirs
 from filelock import FileLock
 from paceline.protocol.errors import PacelineError
-from paceline.quant import drafts_folder
+from paceline.quant import shipped
 from paceline.quant.landing import disk_errors, landing, require_space
 from paceline.quant.vocab import MAGIC, CorruptModelError
 from paceline.scripts.catalogue import MODELS, PAIRS, Model, PairRecipe
@@ -121,13 +121,8 @@ def _draft_path(recipe: PairRecipe, target: Path) -> Path:
     """Where the pair's draft lies. The name says from which target's bytes and to which draft's, so that none is mistaken."""
     if recipe.shipped is None and recipe.draft is None:
         return target
-    how = recipe.draft or f"{recipe.shipped}-{_shipped_digest(recipe.shipped or '')[:8]}"
+    how = recipe.draft or f"{recipe.shipped}-{shipped.card(recipe.shipped or '').files['draft.gguf'][:8]}"
     return target.with_name(f"{target.stem}.{MODELS[recipe.target].sha256[:8]}.{how}.gguf")
-
-
-def _shipped_digest(name: str) -> str:
-    card = json.loads((drafts_folder() / name / "draft.json").read_text())
-    return str(card["files"]["draft.gguf"])
 
 
 def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
@@ -143,9 +138,7 @@ def _draft(recipe: PairRecipe, target: Path, threads: int) -> Path:
 
 def _make_draft(recipe: PairRecipe, target: Path, draft: Path, threads: int) -> None:
     if recipe.shipped is not None:
-        from paceline.quant.patch import apply
-
-        apply(drafts_folder() / recipe.shipped / "draft.patch", target, draft)
+        shipped.rebuild(recipe.shipped, target, draft)
         return
     from paceline.quant.requantise import requantise
 

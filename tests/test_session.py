@@ -296,6 +296,7 @@ def test_a_session_taken_over_goes_on_at_its_position() -> None:
     session = cloud(held=(5, 6))
     assert session.position == 4
     assert session.sequence == [1, 2, 5, 6]
+    assert [session.after(n) for n in range(5)] == [tuple(session.sequence[n:]) for n in range(5)]
     session.receive(draft(0, [0], [7], base=2))
     commit = step(session, 7, 8)
     assert (commit.base, commit.tokens) == (2, (7, 8))

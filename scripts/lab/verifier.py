@@ -17,6 +17,7 @@ from paceline.cloud.serve import Settings, serve
 from paceline.protocol.codec import convert
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
+from paceline.scripts.local import when_stdin_ends
 
 
 def pin(core: int | None) -> None:
@@ -33,7 +34,7 @@ def main() -> None:
     recordings = {(tuple(case["prompt"]), sampling): tuple(case["text"]) for case in job["cases"]}
     engine = ReplayEngine(job["target"], Vocabulary(**job["vocabulary"]), recordings)
     settings = Settings(engine="replay", host=sys.argv[2], port=0, verify_floor=job["verify"], width=job["width"])
-    asyncio.run(serve(settings, engine, None, lambda address: print(address, flush=True), stop_with_stdin=True))
+    asyncio.run(serve(settings, engine, None, lambda address: print(address, flush=True), watch=when_stdin_ends))
 
 
 if __name__ == "__main__":
