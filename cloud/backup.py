@@ -33,7 +33,7 @@ class Backup(Protocol):
         ...
 
 
-class Repeats:
+class Ngram:
     """Looks the end of the text up in what came before it; costs nothing worth counting."""
 
     seconds = 0.0
@@ -95,11 +95,14 @@ class TopUp:
             session.max_tokens - len(session.committed) - 1 - len(path),
         )
 
-    def draft(self, stub: Stub, verify: float, stop_ids: Collection[int]) -> list[tuple[int, float]]:
-        """(token, log-probability) of a chain that goes on from `stub`; a verification takes `verify` seconds."""
+    def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[tuple[int, float]]:
+        """(token, log-probability) of a chain that goes on from `stub`; a verification takes `verify` seconds.
+
+        `sessions` are in the step: what is drafted for one keeps all of them waiting.
+        """
         out: list[tuple[int, float]] = []
         reach, gain, spent = stub.reach, stub.gain, 0.0
-        while len(out) < stub.room and self._pays(len(out), reach, gain, spent + verify):
+        while len(out) < stub.room and self._pays(len(out), reach, sessions * gain, spent + verify):
             tokens = [token for token, _ in out]
             history = stub.history.after(tokens) if stub.history is not None else None
             found = self.backup.follow([*stub.tokens, *tokens], stub.sampling, history)

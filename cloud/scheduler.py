@@ -154,6 +154,11 @@ class Scheduler:
         if not self._seats:
             self.idle.set()
 
+    @property
+    def drafts(self) -> bool:
+        """Is something drafted here that takes time? Then it is not worth waiting for an edge's nodes."""
+        return self._top_up is not None and self._top_up.backup.seconds > 0
+
     def wake(self) -> None:
         """Something arrived that may make a session ready."""
         self._wake.set()
@@ -219,7 +224,12 @@ class Scheduler:
             if session.position - self.engine.length(seat.handle) > self.engine.chunk:
                 continue
             stub = top_up.look(session, self.width)
-            drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids))  # noqa: B023 - awaited at once
+            try:
+                drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids, len(seats)))  # noqa: B023
+            except Exception:  # whatever a backup runs into ends it, not the sessions
+                log.exception("the backup failed; going on without it")
+                self._top_up = None
+                return
             seat.own = top_up.put(session, stub, drafted)
 
     def _seated(self, seat: Seat) -> bool:
@@ -284,8 +294,9 @@ class Scheduler:
         own, reach = set(seat.own), seat.session.tree.reach
         promised = sum(math.exp(reach(node)) for node in plan.nodes if node not in own)
         seat.learn(promised, sum(plan.nodes[i] not in own for i in result.accepted))
-        if self._top_up is not None and own:
-            self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
+        if own:
+            if self._top_up is not None:
+                self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
             seat.own = []
         commit = seat.session.apply(plan, result, step)

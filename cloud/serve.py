@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.cloud.backup import Ngram, TopUp
 from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
 from paceline.cloud.grammar import Grammars
@@ -16,9 +17,10 @@ from paceline.cloud.server import OneThread, start, tls_context
 from paceline.cloud.settings import Settings
 from paceline.protocol.errors import PacelineError
 
-__all__ = ["ENGINES", "Settings", "load_engine", "serve"]
+__all__ = ["ENGINES", "Settings", "load_backup", "load_engine", "serve"]
 
 ENGINES = ("llamacpp", "torch", "toy")
+CELLS = 4096  # tokens in the cache of a backup's draft, at least
 
 
 def load_engine(settings: Settings, model: Path | None) -> Engine:
@@ -42,6 +44,23 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
     if settings.engine == "torch":
         return _torch_engine(settings, model)
     raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
+
+
+def load_backup(settings: Settings, engine: Engine, draft: Path | None) -> TopUp | None:
+    """What drafts where an edge's tree holds too little. Raises PacelineError if the draft is for another target."""
+    if settings.backup == "none":
+        return None
+    if settings.backup == "ngram":
+        return TopUp(Ngram())
+    try:
+        from paceline.cloud.backup_draft import DraftBackup
+    except ModuleNotFoundError as e:
+        raise PacelineError(f"a backup draft needs {e.name}: pip install 'paceline[cloud-llamacpp]'") from None
+    assert draft is not None
+    cells = max(settings.context, CELLS)
+    return TopUp(
+        DraftBackup(draft, engine.vocabulary, context=cells, threads=settings.threads, gpu_layers=settings.gpu_layers)
+    )
 
 
 def _torch_engine(settings: Settings, model: Path | None) -> Engine:
@@ -70,10 +89,13 @@ async def serve(
     ready: Callable[[str], None],
     *,
     watch: Callable[[Callable[[], object]], None] | None = None,
+    top_up: TopUp | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `ready` is told the address; `watch` is given what ends it at once."""
     thread = OneThread("engine")
-    scheduler = Scheduler(engine, thread, time.perf_counter, width=settings.width, floor=settings.verify_floor)
+    scheduler = Scheduler(
+        engine, thread, time.perf_counter, width=settings.width, floor=settings.verify_floor, top_up=top_up
+    )
     house = House(
         scheduler,
         engine.name,

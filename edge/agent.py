@@ -29,7 +29,7 @@ from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import EngineError, LinkError, PacelineError, ProtocolError
-from paceline.protocol.messages import Commit, Error, Hello, Message, Opened, Welcome
+from paceline.protocol.messages import BACKUP, Commit, Error, Hello, Message, Opened, Welcome
 from paceline.protocol.messages import Draft as DraftMessage
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
@@ -251,7 +251,8 @@ class Agent:
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
             generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor
-        generation.prepare(self.policy.waits and self._draft is not None, self._clock())
+        drafts = self.link.welcome is not None and BACKUP in self.link.welcome.features
+        generation.prepare(self.policy.waits and self._draft is not None and not drafts, self._clock())
         self.link.send(generation.session.open(sid))
 
     def _committed(self, generation: Generation, events: Sequence[Committed]) -> None:

@@ -13,7 +13,7 @@ class Policy:
     `rounds`: tokens of a round, 0 as many as pay; None: no rounds. `outcomes`: how many outcomes of a round are prepared
     while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
     the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
-    what the verifier drafts by itself where it holds too little (none, repeats, model), `backup_length` tokens of it for a
+    what the verifier drafts by itself where it holds too little (none, ngram, draft), `backup_length` tokens of it for a
     step, 0 as many as pay.
     """
 
@@ -34,7 +34,7 @@ class Policy:
 
 POLICIES = {
     "ar": Policy("ar", drafts=False),  # the cloud decodes alone and streams: the baseline
-    "colo": Policy("colo", drafts=False, backup="model"),  # a draft beside the target: no link in the way, no overlap
+    "colo": Policy("colo", drafts=False, backup="draft"),  # a draft beside the target: no link in the way, no overlap
     "sync": Policy("sync", drafts=True, rounds=0),  # draft here, send, wait for the verdict
     "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8),  # the same, with the verdict's outcomes drafted meanwhile
     "stream": Policy("stream", drafts=True),  # the tree is sent before it is needed, and eaten where it lies
@@ -53,6 +53,4 @@ def policy(name: str) -> Policy:
             chosen = replace(chosen, **{key: value if key == "backup" else int(value)})  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
-    if chosen.backup == "model":
-        chosen = replace(chosen, waits=False)  # what the cloud would wait for it drafts itself
     return replace(chosen, name=name)

@@ -14,6 +14,7 @@ from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
 from paceline.scripts.command_edge import edge
+from paceline.scripts.lab.command_plan import plan
 from paceline.scripts.version import installed
 from typer.core import TyperGroup
 
@@ -104,6 +105,7 @@ app.command("chat")(chat)
 app.command("edge")(edge)
 app.command("cloud")(cloud)
 app.command("demo")(demo)
+app.command("plan")(plan)
 
 
 def main() -> None:

@@ -26,6 +26,12 @@ def cloud(
     quant: options.Quant = None,
     width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
     verify_floor: options.VerifyFloor = 0.0,
+    backup: Annotated[
+        str, typer.Option(help="What drafts here where an edge has sent too little: none, ngram or draft.")
+    ] = "none",
+    backup_draft: Annotated[
+        str | None, typer.Option(help="The model of --backup draft; the one that goes with the target if not given.")
+    ] = None,
     session_ttl: Annotated[float, typer.Option(min=0, help="Seconds that a session outlives its connection.")] = 60.0,
     drain_timeout: Annotated[
         float,
@@ -57,12 +63,12 @@ def cloud(
 
     from paceline.cloud.keys import Keys
     from paceline.cloud.logs import set_up
-    from paceline.cloud.serve import load_engine, serve
+    from paceline.cloud.serve import load_backup, load_engine, serve
     from paceline.cloud.server import tls_context
     from paceline.cloud.settings import Settings, effective, listing
     from paceline.scripts.local import READY, when_stdin_ends
     from paceline.scripts.models import cache_folder, resolve
-    from paceline.scripts.pairs import vocabulary_of
+    from paceline.scripts.pairs import backup_of, vocabulary_of
     from paceline.scripts.progress import progress_bar
 
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -74,6 +80,7 @@ def cloud(
         if settings.tls_certificate is not None:
             tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
         return
+    drafts = settings.backup == "draft"
     set_up(settings.log_format, settings.log_level)
     if settings.engine == "toy":
         path = None
@@ -87,8 +94,11 @@ def cloud(
         )
         typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
+    top_up = load_backup(settings, loaded, backup_of(settings.model, settings.backup_draft) if drafts else None)
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)
 
-    asyncio.run(serve(settings, loaded, vocabulary, ready, watch=when_stdin_ends if stop_with_stdin else None))
+    asyncio.run(
+        serve(settings, loaded, vocabulary, ready, watch=when_stdin_ends if stop_with_stdin else None, top_up=top_up)
+    )

@@ -32,6 +32,13 @@ def draft_of(pair: str, draft: str | None) -> Path:
     return _draft_file(draft)
 
 
+def backup_of(target: str, draft: str | None) -> Path:
+    """The draft that a verifier of `target` runs beside it: the one given, or that of the pair of this name."""
+    if draft is None and target not in PAIRS:
+        raise PacelineError(f"no draft is known for {target}: name one with --backup-draft")
+    return draft_of(target, draft)
+
+
 def vocabulary_beside(pair: str, draft: str | None) -> Path:
     """A vocabulary without asking a verifier: the named pair's target's, or the one that came with the draft."""
     if draft is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import LONGEST, Repeats, TopUp
+from paceline.cloud.backup import LONGEST, Ngram, TopUp
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
@@ -67,7 +67,7 @@ def test_the_text_is_the_targets_own_in_fewer_steps(wrong: int) -> None:
     text, fewer = written(TopUp(Oracle(ToyEngine(), 1e-5, wrong), 4))
     assert text == plain
     assert fewer < steps
-    assert written(TopUp(Repeats()))[0] == plain
+    assert written(TopUp(Ngram()))[0] == plain
 
 
 def test_it_goes_on_from_the_likeliest_chain_the_edge_has_sent() -> None:
@@ -96,12 +96,12 @@ def test_it_leaves_room_for_the_targets_last_token() -> None:
     assert len(top_up.draft(top_up.look(session(3), 8), 0.03, ())) == 2
 
 
-def test_repeats_follow_the_longest_agreement() -> None:
-    found = Repeats().follow([5, 1, 2, 3, 9, 4, 1, 2, 7, 1, 2, 3], Sampling(), None)
+def test_ngrams_follow_the_longest_agreement() -> None:
+    found = Ngram().follow([5, 1, 2, 3, 9, 4, 1, 2, 7, 1, 2, 3], Sampling(), None)
     assert found is not None
     assert found[0] == 9
     assert 0 < found[1] < 1
-    assert Repeats().follow([1, 2, 3], Sampling(), None) is None
+    assert Ngram().follow([1, 2, 3], Sampling(), None) is None
 
 
 def test_its_own_acceptance_is_learned() -> None:

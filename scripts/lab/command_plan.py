@@ -11,74 +11,101 @@ from paceline.scripts import options
 
 if TYPE_CHECKING:
     from paceline.scripts.lab.calibration import Outcomes
+    from paceline.scripts.lab.command_rtt import Question
+    from paceline.scripts.lab.report import Line
 
 TOKENS = 1000  # that bytes, forwards and GPU-seconds are reckoned for
+LEARN, TUNE = 8, 3  # further prompts of the file that the predictor learns on, and on which policies are tuned
+COLUMNS = {
+    "tok/s": "tokens_per_second",
+    "tok/forward": "tokens_a_forward",
+    "accepted": "accepted",
+    "forwards": "forwards",
+    "GPU s": "gpu_seconds",
+    "kB up": "kilobytes_up",
+    "kB down": "kilobytes_down",
+    "nodes sent": "nodes_sent",
+    "draft rows": "rows_of_the_draft",
+}
 
 
 def plan(
     prompts: Annotated[Path, typer.Option(help="Lines of JSON with `turns`: text like what is to be generated.")],
     rtt: Annotated[float, typer.Option(min=0, max=10, help="Round trip in seconds.")] = 0.05,
-    verify_ms: Annotated[float, typer.Option(min=0.01, help="Milliseconds of a verification.")] = 30.0,
+    verify_ms: Annotated[float, typer.Option(min=0.1, max=10_000, help="Milliseconds of a verification.")] = 30.0,
     pair: options.Pair = "smollm2",
     edge: Annotated[
-        str, typer.Option(help="laptop, small-gpu, fast, pi, or ms for a row and a further row.")
+        str, typer.Option(help="laptop, small-gpu, fast, pi, native, or ms for a row and a further row: 5,0.5.")
     ] = "small-gpu",
     policies: Annotated[str, typer.Option(help="Names with commas between.")] = "ar,colo,sync,ssd,stream",
     measure: Annotated[
-        str | None, typer.Option(help="ws:// address of a verifier: take its round trip and pace.")
+        str | None, typer.Option(help="Address of a verifier: take its round trip and pace instead.")
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Prompts to reckon with.")] = 6,
+    key: options.Key = None,
+    authority: options.Authority = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts to reckon with.")] = 16,
     max_tokens: options.MaxTokens = 128,
     threads: options.Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Predict tokens/s, bytes, target forwards and GPU-seconds of each policy, with the speed of light beside them."""
+    from paceline.scripts.lab.command_rtt import Question
+
+    seconds = verify_ms / 1e3
+    if measure is not None:
+        from paceline.edge.websocket import Address
+        from paceline.scripts.lab.live import measured
+
+        rtt, seconds = measured(Address(measure, key, False, authority), pair)
+    question = Question(
+        pair, edge, seconds, (rtt,), tuple(policies.split(",")), prompts, count, 0, max_tokens, 0.0, 0, LEARN, TUNE,
+        True, None, 0.0, 0.0, 0.0, 0.0, None,
+    )  # fmt: skip
+    answer = predicted(question, threads)
+    typer.echo(json.dumps(answer) if as_json else as_lines(answer))
+
+
+def predicted(question: "Question", threads: int | None) -> dict[str, Any]:
+    """Each policy under the virtual clock on the sample prompts, as what it costs to make `TOKENS` tokens."""
     from paceline.scripts.lab.calibration import watch
-    from paceline.scripts.lab.command_rtt import Question, bar
+    from paceline.scripts.lab.command_rtt import bar
     from paceline.scripts.lab.prepare import entrants, prepared
     from paceline.scripts.lab.report import lines
     from paceline.scripts.lab.sweep import Results, sweep
     from paceline.scripts.lab.workshop import outcomes
 
-    if measure is not None:
-        from paceline.scripts.lab.live import measured
-
-        rtt, verify_ms = measured(measure, pair)
-    names = tuple(policies.split(","))
-    question = Question(
-        pair, edge, verify_ms / 1e3, (rtt,), names, prompts, count, 0, max_tokens, 0.0, 0, 4, 2,
-        True, None, 0.0, 0.0, 0.0, 0.0, None,
-    )  # fmt: skip
     with bar() as step:
         workshop, cases, others, learned, about = prepared(question, threads, step)
-        chosen = entrants(question, workshop, others[:2], learned, about, step)
+        chosen = entrants(question, workshop, others[: question.tune], learned, about, step)
         step("measuring", len(cases) * len(chosen))
         results = Results(about)
         sweep(workshop, cases, chosen, learned, results, None, lambda: step("measuring", None))
         seen = [o for case in cases for o in outcomes(workshop.memo(case), case)]
     workshop.close()
     found = watch(learned.copy(enabled=True), seen, seeded=False)
-    table = lines(results.entries)
-    answer = {
+    [rtt], verify = question.round_trips, question.verify_floor
+    return {
         "round_trip": rtt,
-        "verify_seconds": verify_ms / 1e3,
-        "policies": {
-            line.policy: {
-                "parameters": line.label,
-                "tokens_per_second": round(line.speed, 1),
-                "tokens_a_forward": round(line.tokens_a_forward, 2),
-                "forwards": round(TOKENS / line.tokens_a_forward),
-                "gpu_seconds": round(TOKENS / line.tokens_a_forward * verify_ms / 1e3, 2),
-                "kilobytes_up": round(TOKENS * line.up / 1e3, 1),
-                "kilobytes_down": round(TOKENS * line.down / 1e3, 1),
-                "rows_of_the_draft": round(TOKENS * line.rows_a_token),
-                "accepted": round(line.accepted, 2),
-            }
-            for line in table
-        },
+        "verify_seconds": verify,
+        "policies": {line.policy: _figures(line, verify) for line in lines(results.entries)},
         "speed_of_light": {str(p): speed_of_light(found, p) for p in (4, 16, 64)},
     }
-    typer.echo(json.dumps(answer) if as_json else as_lines(answer))
+
+
+def _figures(line: "Line", verify: float) -> dict[str, Any]:
+    forwards = TOKENS / line.tokens_a_forward
+    return {
+        "parameters": line.label,
+        "tokens_per_second": round(line.speed, 1),
+        "tokens_a_forward": round(line.tokens_a_forward, 2),
+        "accepted": round(line.accepted, 2),
+        "forwards": round(forwards),
+        "gpu_seconds": round(forwards * verify, 2),
+        "kilobytes_up": round(TOKENS * line.up / 1e3, 1),
+        "kilobytes_down": round(TOKENS * line.down / 1e3, 1),
+        "nodes_sent": round(TOKENS * line.drafted_a_token),
+        "rows_of_the_draft": round(TOKENS * line.rows_a_token),
+    }
 
 
 def speed_of_light(found: "Outcomes", width: int) -> dict[str, float | None]:
@@ -105,13 +132,11 @@ def speed_of_light(found: "Outcomes", width: int) -> dict[str, float | None]:
 
 
 def as_lines(answer: dict[str, Any]) -> str:
-    heads = ("policy", "tok/s", "tok/forward", "forwards", "GPU s", "kB up", "kB down", "draft rows")
-    keys = ("tokens_per_second", "tokens_a_forward", "forwards", "gpu_seconds", "kilobytes_up", "kilobytes_down")
-    rows: list[Sequence[Any]] = [heads]
-    for p in answer["policies"].values():
-        rows.append((p["parameters"], *(p[k] for k in keys), p["rows_of_the_draft"]))
-    title = f"round trip {1e3 * answer['round_trip']:g} ms, verification {1e3 * answer['verify_seconds']:g} ms;"
-    out = [f"{title} per {TOKENS} tokens:"]
+    """The answer as text: a row a policy, then the bounds for each number of nodes."""
+    rows: list[Sequence[Any]] = [("policy", *COLUMNS)]
+    rows += [(p["parameters"], *(p[k] for k in COLUMNS.values())) for p in answer["policies"].values()]
+    title = f"round trip {1e3 * answer['round_trip']:.4g} ms, verification {1e3 * answer['verify_seconds']:.4g} ms"
+    out = [f"{title}; per {TOKENS} tokens:"]
     out += ["".join(str(c).ljust(28) if i == 0 else str(c).rjust(12) for i, c in enumerate(row)) for row in rows]
     out.append("\nAt most so many tokens accepted of P nodes verified at once ('-': the bound says nothing):")
     for width, bounds in answer["speed_of_light"].items():

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from paceline.cloud.backup import Repeats, TopUp
+from paceline.cloud.backup import Ngram, TopUp
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.engines.replay import ReplayEngine
 from paceline.cloud.scheduler import Scheduler
@@ -161,12 +161,12 @@ def _top_up(bench: Bench, case: Case, setting: Setting, meter: Meter) -> TopUp |
     match setting.policy.backup:
         case "none":
             return None
-        case "repeats":
-            return TopUp(Repeats(), setting.policy.backup_length)
-        case "model":
+        case "ngram":
+            return TopUp(Ngram(), setting.policy.backup_length)
+        case "draft":
             return TopUp(MemoBackup(bench.memo, case, setting.edge.first, meter), setting.policy.backup_length)
         case other:
-            raise PacelineError(f"backup {other!r} is not known; there are none, repeats and model")
+            raise PacelineError(f"backup {other!r} is not known; there are none, ngram and draft")
 
 
 def _runner(cost: EdgeCost, events: Events) -> Runner:
