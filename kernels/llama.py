@@ -97,6 +97,11 @@ class Model:
         """Ids that end a generation (end of text, end of turn)."""
         return [i for i in range(self.rows) if ll.llama_vocab_is_eog(self._vocab, i)]
 
+    def control_tokens(self) -> list[int]:
+        """Ids whose spelling in a text becomes the token only with `special`."""
+        control = ll.LLAMA_TOKEN_ATTR_CONTROL | ll.LLAMA_TOKEN_ATTR_UNKNOWN
+        return [i for i in range(self.rows) if ll.llama_vocab_get_attr(self._vocab, i) & control]
+
 
 class Context:
     """One unified KV cache of `cells` cells, shared by up to `sequences` sequence ids.
