@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from paceline.edge.spelt import Spelt, unused_mark
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -31,6 +32,7 @@ class Tokenizer(Protocol):
     def tokenize(self, text: str, *, special: bool = True) -> list[int]: ...
     def piece(self, token: int, *, special: bool = False) -> bytes: ...
     def end_tokens(self) -> list[int]: ...
+    def control_tokens(self) -> list[int]: ...
 
 
 class Text:
@@ -41,16 +43,23 @@ class Text:
         self.vocabulary = Vocabulary.of(self._model.name, self._model.tokens())
         self.end_tokens = self._model.end_tokens()
         self._template = self._model.chat_template
+        self._spelt = Spelt([self._spelling(i) for i in self._model.control_tokens()])
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak. Raises PacelineError.
 
-        A model without a chat template gets the text of the turns as it is.
+        Control tokens come from the template alone: those spelt in a turn stay text. A model without a chat template gets
+        the text of the turns as it is.
         """
         if self._template is None:
             return self.plain("\n".join(t["content"] for t in turns))
-        text = self._render(turns)
-        return self._begin(self._model.tokenize(text), text)
+        if not any(self._spelt.found(t["content"]) for t in turns):
+            text = self._render(turns)
+            return self._begin(self._model.tokenize(text), text)
+        mark = unused_mark([self._template, *(t["content"] for t in turns)])
+        text = self._render([{**t, "content": self._spelt.broken(t["content"], mark)} for t in turns])
+        ids = self._spelt.tokenize(text, mark, lambda part, special: self._model.tokenize(part, special=special))
+        return self._begin(ids, text)
 
     def plain(self, text: str) -> list[int]:
         """Token ids of bare text, with the begin token where the model wants one. Control tokens spelt in it stay text."""

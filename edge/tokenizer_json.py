@@ -57,6 +57,10 @@ class JsonTokenizer:
     def end_tokens(self) -> list[int]:
         return list(self._ends)
 
+    def control_tokens(self) -> list[int]:
+        """Ids whose spelling in a text becomes the token only with `special`."""
+        return sorted(self._special)
+
     def _in_order(self) -> list[str]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         spellings = [""] * (max(vocabulary.values(), default=-1) + 1)

@@ -6,6 +6,7 @@ targets or trees: a row is (token, position, the sequence ids its KV cell belong
 
 import ctypes
 import math
+import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +51,11 @@ class Model:
         self.chat_template = self.metadata("tokenizer.chat_template")
         self.rows: int = ll.llama_vocab_n_tokens(self._vocab)
         self.context: int = ll.llama_model_n_ctx_train(self._model)
+
+    def give_back(self) -> None:
+        """Give back the pages of the file that were only read to lay weights out anew; what is used comes back by itself."""
+        for begin, size in _mappings(self.path):
+            _advise(begin, size)
 
     def close(self) -> None:
         if self._model:
@@ -96,6 +102,11 @@ class Model:
     def end_tokens(self) -> list[int]:
         """Ids that end a generation (end of text, end of turn)."""
         return [i for i in range(self.rows) if ll.llama_vocab_is_eog(self._vocab, i)]
+
+    def control_tokens(self) -> list[int]:
+        """Ids whose spelling in a text becomes the token only with `special`."""
+        control = ll.LLAMA_TOKEN_ATTR_CONTROL | ll.LLAMA_TOKEN_ATTR_UNKNOWN
+        return [i for i in range(self.rows) if ll.llama_vocab_get_attr(self._vocab, i) & control]
 
 
 class Context:
@@ -187,6 +198,20 @@ class Context:
     def clear(self) -> None:
         ll.llama_memory_clear(self._memory, False)
 
+    def saved(self, sequence: int) -> bytes:
+        """The cells of `sequence`, for `restore` of another context of this model."""
+        size = ll.llama_state_seq_get_size(self._ctx, sequence)
+        buffer = (ctypes.c_uint8 * size)()
+        return bytes(buffer[: ll.llama_state_seq_get_data(self._ctx, buffer, size, sequence)])
+
+    def restore(self, sequence: int, state: bytes) -> bool:
+        """Put saved cells at the same positions of `sequence`. False if there is no room, and then nothing is there."""
+        buffer = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if ll.llama_state_seq_set_data(self._ctx, buffer, len(state), sequence):
+            return True
+        self.drop(sequence)
+        return False
+
 
 def check_gguf(path: Path) -> None:
     """Raise EngineError unless `path` looks like a GGUF file: llama.cpp's own message would be lost in its log."""
@@ -197,6 +222,27 @@ def check_gguf(path: Path) -> None:
         raise EngineError(f"{path}: {e.strerror or e}") from None
     if magic != b"GGUF":
         raise EngineError(f"{path}: not a GGUF file")
+
+
+def _mappings(path: Path) -> list[tuple[int, int]]:
+    """(address, bytes) of the places in memory where Linux has mapped this file; elsewhere none."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    name, found = str(path.resolve()), list[tuple[int, int]]()
+    for line in lines:
+        if line.endswith(name) and line.split(maxsplit=5)[-1] == name:
+            begin, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+            found.append((begin, end - begin))
+    return found
+
+
+def _advise(begin: int, size: int) -> None:
+    """madvise(2), MADV_DONTNEED: harmless for pages of a file that nobody has written to, and advice, so it may fail."""
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.madvise(begin, size, mmap.MADV_DONTNEED)
 
 
 def default_threads() -> int:

@@ -5,14 +5,17 @@ Rows in other batches round differently in this context (its V is in half precis
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Choice, Row
+from paceline.edge.drafts import room
 from paceline.edge.drafts.llamacpp import LlamaDraft
-from paceline.kernels.llama import Model
+from paceline.edge.drafts.room import FIRST_SEQUENCES, Room
+from paceline.kernels.llama import MAX_SEQUENCES, Model
 from paceline.protocol.errors import EngineError
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.tree import State, Tree
@@ -193,6 +196,7 @@ def test_generations_share_a_batch_and_nothing_else(draft: LlamaDraft, plain: Pl
 def test_when_the_sequence_ids_run_out_rows_are_left_out_and_come_back(load: Callable[..., LlamaDraft]) -> None:
     draft = load(2048)
     grower = Grower(draft, PROMPT)
+    draft._room.grow([0])  # so that there is no larger room
     grower.run([grower.tree.root], fan_out=8)
     refused = 0
     for _ in range(20):  # eight branches a node: 255 ids are soon gone
@@ -202,7 +206,85 @@ def test_when_the_sequence_ids_run_out_rows_are_left_out_and_come_back(load: Cal
             break
     assert refused
     grower.commit([40])  # off the tree: all of it is free again
-    assert len(draft._free) == 255
+    assert len(draft._room.free) == MAX_SEQUENCES - 1
+    assert grower.run([grower.tree.root])[0] is not None
+    grower.close()
+
+
+def test_the_room_grows_when_its_sequence_ids_run_out(load: Callable[..., LlamaDraft], plain: PlainModel) -> None:
+    """The text stays cached; the rows that found no room then do."""
+    draft = load(2048)
+    grower = Grower(draft, PROMPT)
+    assert draft._room.context.sequences == FIRST_SEQUENCES
+    found = grower.run([grower.tree.root], fan_out=8)
+    while None not in found:
+        found = grower.run(sorted(grower.frontier)[:32], fan_out=8)
+    assert found[0] is not None
+    token = int(grower.found[grower.tree.root].tokens[0])
+    grower.commit([token])
+    grower.frontier, grower.found = {grower.tree.root}, {}
+    grower.draft.commit(grower.handle, [], [], frozenset())
+    found = grower.run([grower.tree.root])
+    assert draft._room.context.sequences == MAX_SEQUENCES
+    assert found[0] is not None
+    same(found[0], grower.text, plain)
+    grower.close()
+
+
+@pytest.fixture
+def small(load: Callable[..., LlamaDraft], monkeypatch: pytest.MonkeyPatch) -> LlamaDraft:
+    """A draft whose first room has 512 cells, of 1024."""
+    monkeypatch.setattr(room, "FIRST_CELLS", 512)
+    draft = load(1024)
+    assert draft._room.context.cells == 512
+    return draft
+
+
+def test_the_room_grows_for_a_long_prompt_and_others_keep_their_text(small: LlamaDraft, plain: PlainModel) -> None:
+    rng = random.Random(1)
+    first = Grower(small, PROMPT)
+    first.run([first.tree.root])
+    long = Grower(small, [2, *rng.choices(range(300, 20000), k=300)])
+    assert small._room.context.cells == 1024
+    assert small.extend([long.row(long.tree.root)]).ran == 301
+    again = small.extend([first.row(first.tree.root)])  # its prompt has come along: one row, not all of them
+    assert again.ran == 1
+    assert again.found[0] is not None
+    same(again.found[0], first.text, plain)
+    for grower in (first, long):
+        grower.grow(2, 4, rng)
+        grower.close()
+
+
+def test_a_text_that_outgrows_the_small_room_is_drafted_on(small: LlamaDraft, plain: PlainModel) -> None:
+    grower = Grower(small, PROMPT)  # asks for no more than the small room
+    while small._room.context.cells < 1024:
+        with suppress(EngineError):  # the step that finds the small room full
+            grower.run([grower.tree.root])
+        grower.commit([*range(2000, 2040)])
+    found = grower.run([grower.tree.root])[0]
+    assert found is not None
+    assert len(grower.text) > 500
+    same(found, grower.text, plain)
+    grower.close()
+
+
+def test_where_there_is_no_memory_for_the_whole_room_the_small_one_stays(
+    small: LlamaDraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grower = Grower(small, PROMPT)
+    make = Room._make
+
+    def refuse(room: Room, cells: int, sequences: int) -> None:
+        if cells == 1024:
+            raise EngineError("no memory for a context of 1024 tokens")
+        make(room, cells, sequences)
+
+    monkeypatch.setattr(Room, "_make", refuse)
+    small.close(small.open(range(300, 400)))  # both together would need the whole room
+    with pytest.raises(EngineError, match="longer than the draft's context"):
+        small.open(range(300, 700))
+    assert small._room.context.cells == 512
     assert grower.run([grower.tree.root])[0] is not None
     grower.close()
 
@@ -253,7 +335,7 @@ def test_nothing_leaks_over_200_generations(load: Callable[..., LlamaDraft]) -> 
     assert root is not None
     assert list(root.tokens[:3]) == list(first.tokens[:3])
     assert root.confidence[0] == pytest.approx(first.confidence[0], abs=0.02)
-    assert len(draft._free) + len(draft._generations) == 256
+    assert len(draft._room.free) + len(draft._generations) == draft._room.context.sequences
     assert not any(g.paths or g.placed for g in draft._generations.values())
 
 

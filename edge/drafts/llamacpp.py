@@ -4,7 +4,7 @@ A generation has a trunk, the sequence id that holds its committed text. A node'
 that is run goes on along its parent's path, every further one takes a free id that shares the cells up to the parent
 (metadata, no copy). When the text grows along nodes that were run, the trunk takes their cells over; paths on which
 nobody is wanted any more are freed. A trunk outlives its generation, so that the next turn of a chat finds its
-prefix.
+prefix. When the room grows, trunks come along, and what hung on them is run again.
 """
 
 import time
@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Extended, Row
-from paceline.kernels.llama import MAX_SEQUENCES, Context, Model, default_threads
+from paceline.edge.drafts.room import Room
+from paceline.kernels.llama import Model, default_threads
 from paceline.kernels.token_map import TokenMap
 from paceline.protocol.errors import EngineError
 from paceline.protocol.tokens import common_prefix
@@ -69,21 +70,27 @@ class LlamaDraft:
         gpu_layers: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`vocabulary` is the target's; `clock` times the forward. Raises EngineError if the draft was not made for it."""
+        """`vocabulary` is the target's; `clock` times the forward; `cells` of the cache are there if they are needed.
+
+        Raises EngineError if the draft was not made for this vocabulary.
+        """
         self._model = Model(path, gpu_layers=gpu_layers)
         self.name = self._model.name
         self.vocabulary = vocabulary
         self._map = TokenMap.of(self._model, vocabulary)
-        self._context = Context(self._model, cells, MAX_SEQUENCES, threads=threads or default_threads(), batch=BATCH)
-        self._free = list(range(MAX_SEQUENCES))
+        self._room = Room(self._model, cells, threads=threads or default_threads(), batch=BATCH)
+        self._model.give_back()
         self._generations: dict[int, Generation] = {}
         self._opens = 0
         self._ran, self._forward, self._clock = 0, 0.0, clock
         self.step_cost = self._measure()
 
     def open(self, prompt: Sequence[int]) -> int:
-        if len(prompt) + SPARE > self._context.cells:
+        if len(prompt) + SPARE > self._room.limit:
             raise EngineError(f"the prompt of {len(prompt)} tokens is longer than the draft's context")
+        open_tokens = sum(len(g.text) + SPARE for g in self._generations.values() if not g.closed)
+        if not self._room.holds(open_tokens + len(prompt) + SPARE):
+            self._grow()
         generation = self._reused(prompt) or Generation(self._path_or_raise(), list(prompt))
         self._opens += 1
         self._generations[self._opens] = generation
@@ -96,7 +103,7 @@ class LlamaDraft:
         if run:
             path, position = g.placed[run[-1]]
             if position >= g.cached:
-                self._context.share(path, g.trunk, g.cached, position + 1)
+                self._room.context.share(path, g.trunk, g.cached, position + 1)
                 g.cached = position + 1
         g.placed = {n: place for n, place in g.placed.items() if n in live}
         self._free_paths(g)
@@ -104,6 +111,8 @@ class LlamaDraft:
     def extend(self, rows: Sequence[Row]) -> Extended:
         """As the protocol says. Long stretches of text that are not cached yet run first, in batches of their own."""
         self._ran, self._forward = 0, 0.0
+        if self._room.short:
+            self._grow()
         batch = Batch()
         for handle in {row.handle for row in rows}:
             self._prefill(self._generations[handle])
@@ -122,7 +131,7 @@ class LlamaDraft:
 
     def shut(self) -> None:
         """Free the model; the draft is not used afterwards."""
-        self._context.close()
+        self._room.close()
         self._model.close()
 
     # ---- rows
@@ -135,7 +144,7 @@ class LlamaDraft:
         g = self._generations[row.handle]
         last = len(g.text) - 1
         if g.cached > last:
-            self._context.drop(g.trunk, last)
+            self._room.context.drop(g.trunk, last)
         for i in range(min(g.cached, last), last + 1):
             batch.add(self._map.row(g.text[i]), i, g.trunk, i == last)
         batch.placed.append((g, row.node, g.trunk, last))
@@ -151,7 +160,7 @@ class LlamaDraft:
             new = self._take_path()
             if new is None:
                 return False
-            self._context.share(path, new, 0, row.position)
+            self._room.context.share(path, new, 0, row.position)
             g.paths.add(new)
             path = new
         g.continued.add(row.parent)
@@ -187,12 +196,13 @@ class LlamaDraft:
         begin = self._clock()
         while True:
             try:
-                logits = self._context.decode(batch.tokens, batch.positions, batch.paths, batch.wanted)
+                logits = self._room.context.decode(batch.tokens, batch.positions, batch.paths, batch.wanted)
                 self._ran += len(batch.tokens)
                 return logits
             except EngineError:
                 old = next((h for h, g in self._generations.items() if g.closed), None)
                 if old is None:
+                    self._room.full()
                     raise
                 self._forget(old)
             finally:
@@ -205,13 +215,20 @@ class LlamaDraft:
             times = []
             for _ in range(3):
                 begin = time.perf_counter()
-                self._context.decode([0] * rows, range(rows), [(0,)] * rows, [True] * rows)
+                self._room.context.decode([0] * rows, range(rows), [(0,)] * rows, [True] * rows)
                 times.append(time.perf_counter() - begin)
-                self._context.clear()
+                self._room.context.clear()
             table.append((rows, min(times)))
         return table
 
-    # ---- sequence ids
+    # ---- room
+
+    def _grow(self) -> None:
+        """Take the whole room. Nodes that were run are forgotten: their children are run from the text again."""
+        kept = self._room.grow([g.trunk for g in self._generations.values()])
+        for g in self._generations.values():
+            g.cached = g.cached if g.trunk in kept else 0
+            g.placed, g.continued, g.paths = {}, set(), set()
 
     def _reused(self, prompt: Sequence[int]) -> Generation | None:
         """A generation that is over and shares a prefix with this prompt, made into a new one."""
@@ -221,7 +238,7 @@ class LlamaDraft:
             return None
         g = self._generations.pop(handle)
         keep = min(shared, len(prompt) - 1)
-        self._context.drop(g.trunk, keep)
+        self._room.context.drop(g.trunk, keep)
         return Generation(g.trunk, list(prompt), keep)
 
     def _path_or_raise(self) -> int:
@@ -231,21 +248,19 @@ class LlamaDraft:
         return path
 
     def _take_path(self) -> int | None:
-        if not self._free:
+        if not self._room.free:
             old = next((h for h, g in self._generations.items() if g.closed), None)
             if old is not None:
                 self._forget(old)
-        return self._free.pop() if self._free else None
+        return self._room.take()
 
     def _free_paths(self, g: Generation) -> None:
         used = {path for path, _ in g.placed.values()}
         g.continued &= g.placed.keys()
         for path in g.paths - used:
-            self._context.drop(path)
-            self._free.append(path)
+            self._room.give(path)
         g.paths &= used
 
     def _forget(self, handle: int) -> None:
         g = self._generations.pop(handle)
-        self._context.drop(g.trunk)
-        self._free.append(g.trunk)
+        self._room.give(g.trunk)

@@ -131,6 +131,20 @@ def system(
         yield system
 
 
+@pytest.fixture
+def prompts(system: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Prompts as they reach the verifier's engine."""
+    seen: list[list[int]] = []
+    open_handle = system.scheduler.engine.open
+
+    def watched(sequence: Any) -> Any:
+        seen.append(list(sequence))
+        return open_handle(sequence)
+
+    monkeypatch.setattr(system.scheduler.engine, "open", watched)
+    return seen
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
