@@ -247,6 +247,7 @@ class Edge:
                 raise
         finally:
             await events.aclose()
+        self._town.tally.crippled += not self.plain and agent.draft is None
         return self._agent is agent
 
 
