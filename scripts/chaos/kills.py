@@ -29,7 +29,7 @@ from paceline.scripts.local import READY
 
 EDGES = 4
 STEP_SECONDS = 0.02  # so that an answer takes long enough to be hit
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0  # an answer that takes longer is lost; machines may be busy
 
 
 class Process:
