@@ -1,28 +1,50 @@
-"""python -m paceline.scripts.chaos: break everything that may break, and count the answers that suffered. Fails if one did."""
+"""python -m paceline.scripts.chaos [virtual|kills|bytes|disks|soak]: break everything that may break, and count the answers that
+suffered. Fails if one did. Without a name the first four run, one after the other."""
 
 import argparse
+import asyncio
 import logging
 import sys
 
 from paceline.scripts.chaos.report import lines
 from paceline.scripts.chaos.town import Plan, campaign
 
+PARTS = ("virtual", "kills", "bytes", "disks")
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", nargs="?", choices=[*PARTS, "soak"], help="one part alone")
     parser.add_argument("--cuts", type=int, default=2000, help="links to cut in virtual time, at least")
     parser.add_argument("--kills", type=int, default=200, help="real verifier processes to kill")
+    parser.add_argument("--broken", type=int, default=1000, help="times to break the bytes of a real connection")
+    parser.add_argument("--edges", type=int, default=20, help="real edge processes to kill while their disks are full")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of the soak")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     logging.disable(logging.WARNING)  # what is logged here was done on purpose
-    whole = virtual(given.cuts, given.seed)
-    if given.kills:
-        from paceline.scripts.chaos.kills import killing
+    if given.part == "soak":
+        return _soak(given.seconds, given.seed)
+    whole = [_part(part, given) for part in PARTS if given.part in (None, part)]
+    return 0 if all(whole) else 1
 
-        faults, tally = killing(given.kills, given.seed)
-        print(lines("real processes", faults, tally), flush=True)
-        whole = whole and tally.whole
-    return 0 if whole else 1
+
+def _part(part: str, given: argparse.Namespace) -> bool:
+    from paceline.scripts.chaos.disks import filling
+    from paceline.scripts.chaos.kills import killing
+    from paceline.scripts.chaos.rubble import breaking
+
+    match part:
+        case "virtual":
+            return virtual(given.cuts, given.seed)
+        case "kills":
+            faults, tally = killing(given.kills, given.seed)
+        case "bytes":
+            faults, tally = breaking(given.broken, given.seed)
+        case _:
+            faults, tally = filling(given.edges, given.seed)
+    print(lines(f"real processes, {part}", faults, tally), flush=True)
+    return tally.whole
 
 
 def virtual(cuts: int, seed: int) -> bool:
@@ -34,6 +56,14 @@ def virtual(cuts: int, seed: int) -> bool:
         done, seed, whole = done + town.faults.done["cut"], seed + 1, whole and town.tally.whole
     print(f"{done} cuts", flush=True)
     return whole
+
+
+def _soak(seconds: float, seed: int) -> int:
+    from paceline.scripts.chaos.soak import soak
+
+    made = asyncio.run(soak(seconds, seed, tell=lambda line: print(line, flush=True)))
+    print("\n".join(made.lines()), flush=True)
+    return 0 if made.passed else 1
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Tally:
     stopped: int = 0
     altered: int = 0
     lost: int = 0
+    crippled: int = 0  # agents that stopped drafting for good
     reasons: list[str] = field(default_factory=list)
 
     def count(self, got: Sequence[int], right: Sequence[int], *, stopped: bool = False) -> None:
@@ -62,4 +63,4 @@ class Tally:
 
     @property
     def whole(self) -> bool:
-        return not self.altered and not self.lost
+        return not self.altered and not self.lost and not self.crippled

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.agent import Agent
@@ -29,7 +29,7 @@ from paceline.scripts.local import READY
 
 EDGES = 4
 STEP_SECONDS = 0.02  # so that an answer takes long enough to be hit
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 600.0  # an answer that takes longer is lost; machines may be busy
 
 
 class Process:
@@ -43,6 +43,11 @@ class Process:
     @property
     def url(self) -> str:
         return f"ws://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     async def start(self) -> None:
         """Until it is ready. Raises PacelineError with what it said if it is not."""
@@ -88,20 +93,27 @@ async def running(count: int, *arguments: str) -> AsyncIterator[list[Process]]:
         await asyncio.gather(*(p.kill() for p in processes))
 
 
-def real_agent(connect: Callable[[], Awaitable[Channel]], seed: int = 0) -> Agent:
-    """An agent in real time with the toy target's draft."""
+def real_agent(
+    connect: Callable[[], Awaitable[Channel]],
+    seed: int = 0,
+    *,
+    draft_seconds: float = 0.005,
+    noise: float = 2.0,
+    drafts: bool = True,
+) -> Agent:
+    """An agent in real time with the toy target's draft, that is wrong the more often the more `noise` there is."""
     target = ToyEngine()
 
     async def run_draft(work: Callable[[], Extended]) -> Extended:
         done = work()
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(draft_seconds)
         return done
 
     return Agent(
         connect,
         target.vocabulary,
-        policy("stream"),
-        GuessingDraft(target),
+        policy("stream" if drafts else "ar"),
+        GuessingDraft(target, noise),
         Predictor(),
         run_draft,
         clock=time.perf_counter,
@@ -109,38 +121,52 @@ def real_agent(connect: Callable[[], Awaitable[Channel]], seed: int = 0) -> Agen
     )
 
 
-def connecting(urls: list[str], turn: int = 0) -> Callable[[], Awaitable[Channel]]:
+def connecting(urls: Sequence[str | Address], turn: int = 0) -> Callable[[], Awaitable[Channel]]:
     """Connects to the next of `urls` every time."""
 
     async def connect() -> Channel:
         nonlocal turn
         turn += 1
-        return await SocketChannel.connect(Address(urls[turn % len(urls)]))
+        url = urls[turn % len(urls)]
+        return await SocketChannel.connect(url if isinstance(url, Address) else Address(url))
 
     return connect
 
 
-async def ask(agent: Agent, question: Question, right: list[int], tally: Tally) -> None:
+async def ask(
+    agent: Agent, question: Question, right: list[int], tally: Tally, *, stop_after: int | None = None
+) -> None:
+    """Count the answer; one that is left after `stop_after` tokens must be the beginning of the right one."""
     got: list[int] = []
+    events = agent.generate(question.prompt, question.sampling, question.max_tokens, stop_ids=question.stop_ids)
     try:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            async for event in agent.generate(
-                question.prompt, question.sampling, question.max_tokens, stop_ids=question.stop_ids
-            ):
+        async with asyncio.timeout(PATIENCE_SECONDS), aclosing(events):
+            async for event in events:
                 got.extend(event.tokens)
+                if stop_after is not None and len(got) >= stop_after:
+                    break
     except (PacelineError, TimeoutError) as e:
         tally.lose(f"{type(e).__name__}: {e} after {len(got)} of {len(right)} tokens")
     else:
-        tally.count(got, right)
+        tally.count(got, right, stopped=stop_after is not None)
 
 
-async def ask_until(done: asyncio.Event, agent: Agent, tally: Tally, seed: int, longest: int = 400) -> None:
-    """Question after question; the last one is still answered when `done` is set."""
+async def ask_until(
+    done: asyncio.Event, agent: Agent, tally: Tally, seed: int, longest: int = 400, *, leaves: float = 0.0
+) -> None:
+    """Question after question; the last one is still answered when `done` is set. `leaves`: the share of those left early."""
     drawn, target = random.Random(seed), ToyEngine()
+    drafts = agent.draft is not None
     async with agent:
         while not done.is_set():
             question = Question.drawn(drawn, target.vocabulary.size, longest)
-            await ask(agent, question, question.answer(target), tally)
+            right = question.answer(target)
+            stop_after = drawn.randrange(len(right) + 1) if drawn.random() < leaves else None
+            await ask(agent, question, right, tally, stop_after=stop_after)
+            if drafts and agent.draft is None:
+                drafts = False
+                tally.reasons.append("drafting ended for good: an error of the draft or the planner")
+                tally.crippled += 1
 
 
 def killing(kills: int, seed: int = 0) -> tuple[Counter[str], Tally]:

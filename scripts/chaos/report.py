@@ -13,7 +13,8 @@ def lines(
     said = [
         f"{title}: {sum(faults.values())} faults ({done})",
         f"  {tally.answers} answers, {tally.tokens} tokens, {tally.stopped} stopped on purpose",
-        f"  {tally.altered} altered, {tally.lost} lost",
+        f"  {tally.altered} altered, {tally.lost} lost"
+        + (f", {tally.crippled} stopped drafting" if tally.crippled else ""),
     ]
     said += [f"  {reason}" for reason in tally.reasons[:20]]
     if cuts:

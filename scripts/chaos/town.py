@@ -42,18 +42,22 @@ class Plan:
     kill_every: float = 4.0
     drain_every: float = 15.0
     restart_every: float = 10.0  # of an edge
-    jump_every: float = 10.0  # of an edge's clock
+    jump_every: float = 10.0  # of a clock, at either end
 
 
 class Verifier:
     """One that can be killed: nothing of it is left then, and its edges see their links end."""
 
     def __init__(self, target: ToyEngine) -> None:
-        self.target, self.down, self.leaving = target, True, False
+        self.target, self.down, self.leaving, self.clock_error = target, True, False, 0.0
         self.start()
 
     def start(self) -> None:
-        clock = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+
+        def clock() -> float:
+            return loop.time() + self.clock_error
+
         self.scheduler = Scheduler(self.target, run_engine, clock, floor=VERIFY_SECONDS)
         own = self.target
         self.house = House(self.scheduler, own.name, own.vocabulary, own.context, clock=clock)
@@ -157,8 +161,9 @@ class Town:
         await edge.start()
 
     async def _jump(self) -> None:
-        self.faults.done["jump of a clock"] += 1
-        self.random.choice(self._edges).clock_error += self.random.choice([-3600.0, -1.0, 1.0, 30.0, 86400.0])
+        whose = self.random.choice([*self._edges, *self._verifiers])
+        self.faults.done[f"jump of {'an edge' if isinstance(whose, Edge) else 'a verifier'}'s clock"] += 1
+        whose.clock_error += self.random.choice([-3600.0, -1.0, 1.0, 30.0, 86400.0])
 
 
 class Edge:
@@ -247,6 +252,7 @@ class Edge:
                 raise
         finally:
             await events.aclose()
+        self._town.tally.crippled += not self.plain and agent.draft is None
         return self._agent is agent
 
 
