@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .errors import RecipeError, WeightsError
 from .landing import landing
-from .loss import divergence, hits, logits
+from .loss import candidates, divergence, hits, logits
 from .student import Student, step_parameter
 from .text import OwnText
 
@@ -77,8 +77,11 @@ class Trainer:
 
     def _gradients(self, chosen: Sequence[int]) -> tuple[float, int, tuple[Tensor, ...]]:
         batch = self.text.batch(chosen).to(self.device)
-        scores = logits(self.student.shape, self.now, self.student.trim, batch)
-        loss = divergence(scores, self.row[batch.top], batch.logp)
+        # Drawn anew each step, yet the same for a resumed run.
+        dice = torch.Generator().manual_seed(self.place.step * 4096 + chosen[0])
+        rows, place = candidates(self.row[batch.top], len(self.student.trim.to_target), dice)
+        scores = logits(self.student.shape, self.now, self.student.trim, batch, rows)
+        loss = divergence(scores, place, batch.logp)
         return (
             float(loss.detach()),
             len(batch.top),

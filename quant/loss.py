@@ -12,11 +12,27 @@ from .decoder import EMBEDDING, Shape, embed, head, hidden
 from .text import Batch
 from .trim import Trim
 
+OTHERS = 2048  # rows drawn besides those that a batch names
 
-def logits(shape: Shape, w: Mapping[str, Tensor], trim: Trim, batch: Batch) -> Tensor:
-    """The draft's logits for each answer token, [N, R]."""
+
+def logits(shape: Shape, w: Mapping[str, Tensor], trim: Trim, batch: Batch, rows: Tensor | None = None) -> Tensor:
+    """The draft's logits for each answer token, [N, R]; rows: only for these rows of the head."""
     x = embed(shape, w[EMBEDDING], trim.to_row[batch.tokens]).to(torch.bfloat16)
-    return F.linear(hidden(shape, w, x).flatten(0, 1)[batch.at], head(w)).float()
+    table = head(w) if rows is None else head(w)[rows]
+    return F.linear(hidden(shape, w, x).flatten(0, 1)[batch.at], table).float()
+
+
+def candidates(row: Tensor, total: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The rows a batch's softmax runs over, and `row` as places among them: every row the target thinks likely anywhere in the
+    batch, and `OTHERS` drawn from the rest, so that none can rise unseen.
+
+    row: [N, 16], -1 where the draft has none. A sixth of a head costs a sixth; the tail's mass is a little underestimated.
+    """
+    wanted = torch.zeros(total, dtype=torch.bool, device=row.device)
+    wanted[row[row >= 0]] = True
+    wanted[torch.randint(total, (OTHERS,), generator=generator).to(row.device)] = True
+    place = torch.where(wanted, wanted.cumsum(0) - 1, -1)
+    return wanted.nonzero().squeeze(1), torch.where(row >= 0, place[row.clamp(min=0)], -1)
 
 
 def divergence(scores: Tensor, row: Tensor, logp: Tensor) -> Tensor:
