@@ -135,10 +135,12 @@ def rebuilt(target: Target, recipe: Recipe, calibration: Tensor, progress: Progr
 
 
 def exact_maps(target: Target, recipe: Recipe) -> frozenset[str]:
-    """Stems of the maps that Q4_K holds as the target has them. Only a branch's last map is ever left out of the correction."""
+    """Stems of the maps that Q4_K holds as the target has them. Only a branch's last map is ever left out of the correction, and
+    only in a draft that keeps every layer: the others have more to learn than rounding."""
     name = f"blk.{recipe.layers[0]}.ffn_down.weight"
     fits = target.extents(name)[1] % affine.SUPER == 0 and target.kind(name) in ("Q4_1", "Q4_K")
-    return frozenset({"ffn_down"}) if recipe.exact and fits and not recipe.neurons else frozenset()
+    every = len(recipe.layers) == target.shape.layers and not recipe.neurons
+    return frozenset({"ffn_down"}) if recipe.exact and fits and every else frozenset()
 
 
 def frozen_tensor(target: Target, name: str, ids: Tensor, layers: Sequence[int]) -> Tensor:

@@ -57,21 +57,29 @@ class Rebuilder:
         """Squared difference of the two streams relative to the target's."""
         return float((self.r - self.rq).pow(2).sum() / self.r.pow(2).sum())
 
-    def round(self, name: str, w: Tensor, inputs: Inputs, miss: Tensor) -> Tensor:
-        """Refit to make up for `miss`, the moment of the inputs with it, [C, R]; round, remember the latent; the rounded map."""
+    def round(self, names: Sequence[str], maps: Sequence[Tensor], inputs: Inputs, miss: Tensor) -> list[Tensor]:
+        """Refit maps that read the same inputs so that they make up for what their outputs miss, and round them, all at once.
+
+        names: in the draft, under which the latents are remembered; miss: [C, rows of all maps], moment of the inputs with it.
+        """
+        rows = [len(w) for w in maps]
+        w = torch.cat(list(maps))
         if self.plan.strength:
             w = refit(w, inputs, self.plan.strength * miss)
-        out, self.latents[name] = second_order(w, inputs, self.plan.grid, self.plan.sweeps)
-        return out
+        out, latent = second_order(w, inputs, self.plan.grid, self.plan.sweeps)
+        parts = zip(names, latent.value.split(rows), latent.scales.split(rows), strict=True)
+        self.latents |= {name: Latent(value, d) for name, value, d in parts}
+        return list(out.split(rows))
 
     def round_readers(
         self, p: str, to: int, stems: Sequence[str], kept: dict[str, Tensor], h: Tensor, hq: Tensor
     ) -> None:
         """Round the maps that read one normed stream: h as the target has it, hq as the draft has it, both [B, S, D]."""
         inputs, lag = Inputs(moment(hq, hq), self.plan.damp), moment(hq, h - hq)
-        for n in stems:
-            w = kept[f"{p}{n}.weight"]
-            kept[f"{p}{n}.weight"] = self.round(f"blk.{to}.{n}.weight", w, inputs, lag @ w.T)
+        old = [f"{p}{n}.weight" for n in stems]
+        maps = [kept[name] for name in old]
+        new = self.round([f"blk.{to}.{n}.weight" for n in stems], maps, inputs, lag @ torch.cat(maps).T)
+        kept |= dict(zip(old, new, strict=True))
 
     @torch.no_grad()
     def layer(self, i: int, w: Mapping[str, Tensor], to: int | None) -> dict[str, Tensor]:
@@ -119,7 +127,7 @@ class Rebuilder:
         if f"{p}{post}.weight" not in w:
             miss = miss + (self.r - self.rq)
         inputs = Inputs(moment(xq, xq), self.plan.damp)
-        kept[f"{p}{name}.weight"] = self.round(f"blk.{to}.{name}.weight", weight, inputs, moment(xq, miss))
+        [kept[f"{p}{name}.weight"]] = self.round([f"blk.{to}.{name}.weight"], [weight], inputs, moment(xq, miss))
 
     def feed_forward(self, i: int, w: Mapping[str, Tensor], kept: dict[str, Tensor], to: int | None) -> None:
         s, p = self.shape, f"blk.{i}."
