@@ -101,6 +101,11 @@ class Trainer:
         place.cursor += count
         return self._groups[place.cursor - count : place.cursor]
 
+    def extend(self, text: OwnText, train: NDArray[np.int64]) -> None:
+        """Go on with more text, from the beginning of a new epoch; the conversations there were keep their numbers."""
+        self.text, self.train, self._groups = text, train, []
+        self.place.epoch, self.place.cursor = self.place.epoch + 1, 0
+
     def step(self, share: float) -> float:
         """One optimiser step, with `share` of the training time gone; returns the mean divergence in nats a token."""
         results = list(self._pool.map(self._gradients, self._next()))
