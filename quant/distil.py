@@ -79,8 +79,8 @@ class Trainer:
         batch = self.text.batch(chosen).to(self.device)
         # Drawn anew each step, yet the same for a resumed run.
         dice = torch.Generator().manual_seed(self.place.step * 4096 + chosen[0])
-        rows, place = candidates(self.row[batch.top], len(self.student.trim.to_target), dice)
-        scores = logits(self.student.shape, self.now, self.student.trim, batch, rows)
+        rows, place, weight = candidates(self.row[batch.top], len(self.student.trim.to_target), dice)
+        scores = logits(self.student.shape, self.now, self.student.trim, batch, rows) + weight
         loss = divergence(scores, place, batch.logp)
         return (
             float(loss.detach()),
