@@ -18,7 +18,8 @@ from .decoder import EMBEDDING, HEAD, LAST_NORM, Shape, embed, head, hidden
 from .errors import RecipeError
 from .export import Entry, Packed, Rounded
 from .grids import BLOCK, Q8_0, Grid, scales
-from .reconstruct import Plan, Rebuilder, second_order
+from .reconstruct import Plan, Rebuilder
+from .rounding import Inputs, moment, second_order
 from .student import Parameter, Student
 from .target import Target, neighbours
 from .trim import Trim
@@ -134,10 +135,12 @@ def rebuilt(target: Target, recipe: Recipe, calibration: Tensor, progress: Progr
 
 
 def exact_maps(target: Target, recipe: Recipe) -> frozenset[str]:
-    """Stems of the maps that Q4_K holds as the target has them. Only a branch's last map is ever left out of the correction."""
+    """Stems of the maps that Q4_K holds as the target has them. Only a branch's last map is ever left out of the correction, and
+    only in a draft that keeps every layer: the others have more to learn than rounding."""
     name = f"blk.{recipe.layers[0]}.ffn_down.weight"
     fits = target.extents(name)[1] % affine.SUPER == 0 and target.kind(name) in ("Q4_1", "Q4_K")
-    return frozenset({"ffn_down"}) if recipe.exact and fits and not recipe.neurons else frozenset()
+    every = len(recipe.layers) == target.shape.layers and not recipe.neurons
+    return frozenset({"ffn_down"}) if recipe.exact and fits and every else frozenset()
 
 
 def frozen_tensor(target: Target, name: str, ids: Tensor, layers: Sequence[int]) -> Tensor:
@@ -155,11 +158,11 @@ def _tables(target: Target, recipe: Recipe, calibration: Tensor) -> tuple[dict[s
         return {}, kept
     if recipe.table is not recipe.grid:
         raise RecipeError(f"A trained table uses the layers' grid: {recipe.grid.name}, not {recipe.table.name}.")
-    seen = last_hidden(target, calibration).flatten(0, 1)
-    hessian = seen.T @ seen / len(seen)
+    seen = last_hidden(target, calibration)
+    inputs = Inputs(moment(seen, seen), 0.05)
     out = {}
     for name, table in kept.items():
-        latent = second_order(table, hessian, recipe.table, 0.05)[1]
+        latent = second_order(table, inputs, recipe.table)[1]
         out[name] = Parameter.matrix(latent.value, latent.scales)
     return out, {}
 

@@ -23,8 +23,6 @@ Tokenize = Callable[[str], list[int]]
 def gguf_tokenizer(path: Path) -> tuple[Tokenize, frozenset[int]]:
     """A GGUF file's tokenizer in llama.cpp, and the ids that end a turn. Loads no weights."""
     ll = library()
-    quiet = ll.llama_log_callback(lambda *_: None)
-    ll.llama_log_set(quiet, ctypes.c_void_p(0))
     params = ll.llama_model_default_params()
     params.vocab_only = True
     model = ll.llama_model_load_from_file(str(path).encode(), params)
@@ -32,7 +30,7 @@ def gguf_tokenizer(path: Path) -> tuple[Tokenize, frozenset[int]]:
         raise RecipeError(f"llama.cpp cannot load the vocabulary of {path}.")
     vocab = ll.llama_model_get_vocab(model)
 
-    def tokenize(text: str, keep: object = (model, quiet)) -> list[int]:
+    def tokenize(text: str, keep: object = model) -> list[int]:
         data = text.encode()
         out = (ctypes.c_int32 * (len(data) + 8))()
         return list(out[: ll.llama_tokenize(vocab, data, len(data), out, len(out), False, True)])

@@ -40,15 +40,14 @@ def bar(label: str) -> Iterator[Step]:
 def build(
     target: Annotated[Path, typer.Argument(help="A .gguf file or a Hugging Face folder.")],
     out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the draft to be made.")],
-    layers: Annotated[str, typer.Option(help="How many layers to keep, or `auto` for all.")] = "auto",
+    layers: Annotated[str, typer.Option(help="How many layers to keep, which (0,1,8), or `auto` for all.")] = "auto",
     vocab: Annotated[str, typer.Option(help="How many vocabulary rows to keep, or `full`.")] = "full",
     quant: Annotated[str, typer.Option(help="iq4_nl, q4_0, q8_0, or q4_k (through llama.cpp's quantiser).")] = "iq4_nl",
     table: Annotated[str, typer.Option(help="Grid of the embedding and head: q8_0, or the same as --quant.")] = "q8_0",
     neurons: Annotated[int, typer.Option(help="Feed-forward width to keep; 0 keeps all.")] = 0,
     rounding: Annotated[str, typer.Option(help="plain, corrected (along the target's own text), or auto.")] = "auto",
-    conversations: Annotated[
-        int, typer.Option(help="Own conversations to calibrate on; written where none are cached.")
-    ] = 24,
+    conversations: Annotated[int, typer.Option(help="Own conversations at hand; written where fewer are cached.")] = 24,
+    calibration: Annotated[int, typer.Option(help="How many of them the correction looks at.")] = 24,
     text: Annotated[Path | None, typer.Option(help="A file of own text to calibrate on instead.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for the target's own text.")] = None,
 ) -> None:
@@ -59,7 +58,7 @@ def build(
         report = factory.build(
             target,
             out,
-            factory.Options(layers, vocab, quant, table, neurons, rounding, conversations),
+            factory.Options(layers, vocab, quant, table, neurons, rounding, conversations, calibration),
             text,
             cache,
             step,
@@ -105,6 +104,9 @@ def evaluate(
     rtt: Annotated[str, typer.Option(help="Round trips to predict for, in milliseconds.")] = "0,25,50,100",
     verify: Annotated[float, typer.Option(help="One verification of the target, in milliseconds.")] = 30.0,
     threads: Annotated[int, typer.Option(help="Threads for measuring and for the cost.")] = 1,
+    temperature: Annotated[
+        float, typer.Option(help="Measure along text drawn at this temperature as well; 0 leaves it out.")
+    ] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
     cache: Annotated[Path | None, typer.Option(help="Folder for the target's recorded text.")] = None,
 ) -> None:
@@ -113,7 +115,7 @@ def evaluate(
 
     with guarded(), bar("measuring") as step:
         trips = [float(r) / 1000 for r in rtt.split(",")]
-        options = measure.Options(per_category, tokens, trips, verify / 1000, threads)
+        options = measure.Options(per_category, tokens, trips, verify / 1000, threads, temperature)
         result = measure.evaluate(target, draft, prompts, options, cache, step)
     typer.echo(json.dumps(result, indent=2) if as_json else measure.table(result))
 

@@ -1,4 +1,4 @@
-"""The recipes of the shipped drafts, and making one from its target: `python -m paceline.quant.defaults NAME TARGET WORK`.
+"""The recipes of the shipped drafts, and making one from its target: `scripts/make_default_draft NAME TARGET WORK`.
 
 `default`: every layer, the whole vocabulary; agreement first. It ships as a patch of its target's file. `tiny`: few layers, half
 of the vocabulary; cost first. Both are trained on nothing but text that the target wrote.
@@ -6,18 +6,24 @@ of the vocabulary; cost first. Both are trained on nothing but text that the tar
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import factory, folder, patch, schooling
+from paceline.protocol.errors import PacelineError
+
+from . import factory, folder, measure, patch, schooling
 from .errors import RecipeError
 from .shipped import PATCH
 
 CONVERSATIONS = 1200
+CALIBRATION = 84  # conversations that the correction of `default` looks at
+#: The ends, the layers that raise and lower the outsized activations (11, 28, 29), and an even choice of the rest.
+TINY_LAYERS = "0,1,2,5,8,11,15,20,24,28,29"
 NOTICE = """This draft is derived from the weights of SmolLM2-135M-Instruct by Hugging Face TB, Apache License 2.0
 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct). It was made with `scripts/make_default_draft`,
 on text written by that model alone, and is distributed under the same licence.
@@ -36,13 +42,15 @@ class Shipped:
 
 RECIPES = {
     "default": Shipped(
-        factory.Options(quant="iq4_nl", table="q8_0", rounding="corrected", conversations=CONVERSATIONS),
+        factory.Options(
+            quant="iq4_nl", table="q8_0", rounding="corrected", conversations=CONVERSATIONS, calibration=CALIBRATION
+        ),
         240.0,
         3e-5,
         True,
     ),
     "tiny": Shipped(
-        factory.Options("8", "24576", "q4_0", "q4_0", rounding="corrected", conversations=CONVERSATIONS),
+        factory.Options(TINY_LAYERS, "24576", "q4_0", "q4_0", rounding="corrected", conversations=CONVERSATIONS),
         240.0,
         3e-4,
         False,
@@ -51,21 +59,32 @@ RECIPES = {
 
 
 def make(
-    name: str, target: Path, work: Path, minutes: float | None = None, say: Callable[[str], object] = print
+    name: str,
+    target: Path,
+    work: Path,
+    minutes: float | None = None,
+    conversations: int = CONVERSATIONS,
+    prompts: Path | None = None,
+    say: Callable[[str], object] = print,
 ) -> Path:
-    """Build, train and pack the draft `name` in `work`, going on where it stopped; returns the folder to ship."""
+    """Build, train, measure and pack the draft `name` in `work`, going on where it stopped; returns the folder to ship.
+
+    minutes: of training in all, the recipe's where None; conversations: of own text to learn from; prompts: held-out ones to
+    measure along, without which nothing is measured. Raises `RecipeError` and whatever a part raises.
+    """
     if name not in RECIPES:
         raise RecipeError(f"There is no recipe {name!r}; there are: {', '.join(RECIPES)}.")
     recipe, out, cache = RECIPES[name], work / name, work / "text"
     if not (out / factory.CHECKPOINT).exists():
         say(f"building {name}")
-        report = factory.build(target, out, recipe.options, cache=cache)
+        report = factory.build(target, out, replace(recipe.options, conversations=conversations), cache=cache)
         say(f"built in {report['seconds']} s, {report['bytes']:,} bytes")
     wanted = recipe.minutes if minutes is None else minutes
     if wanted > 0:
-        options = schooling.Options(wanted, recipe.rate, conversations=CONVERSATIONS)
-        result = schooling.distil(target, out, options, cache=cache, say=say)
-        say(json.dumps(result))
+        options = schooling.Options(wanted, recipe.rate, conversations=conversations)
+        say(json.dumps(schooling.distil(target, out, options, cache=cache, say=say)))
+    if prompts is not None:
+        say(measure.table(measure.evaluate(target, out, prompts, measure.Options(), work / "traces")))
     return pack(name, target, out, work / "ship" / name)
 
 
@@ -82,6 +101,20 @@ def pack(name: str, target: Path, draft: Path, ship: Path) -> Path:
     return ship
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make_default_draft", description=__doc__)
+    parser.add_argument("name", choices=sorted(RECIPES))
+    parser.add_argument("target", type=Path, help="SmolLM2-135M-Instruct as a GGUF file")
+    parser.add_argument("work", type=Path, help="folder where everything is kept and taken up again")
+    parser.add_argument("--minutes", type=float, help="training time in all; 0 for rounding alone")
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS, help="own text to learn from")
+    parser.add_argument("--prompts", type=Path, help="held-out prompts to measure along")
+    given = parser.parse_args()
+    try:
+        print(make(given.name, given.target, given.work, given.minutes, given.conversations, given.prompts))
+    except PacelineError as error:
+        sys.exit(str(error))
+
+
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    print(make(given[0], Path(given[1]), Path(given[2]), float(given[3]) if len(given) > 3 else None))
+    main()

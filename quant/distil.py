@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .errors import RecipeError, WeightsError
 from .landing import landing
-from .loss import divergence, hits, logits
+from .loss import candidates, divergence, hits, logits
 from .student import Student, step_parameter
 from .text import OwnText
 
@@ -77,8 +77,11 @@ class Trainer:
 
     def _gradients(self, chosen: Sequence[int]) -> tuple[float, int, tuple[Tensor, ...]]:
         batch = self.text.batch(chosen).to(self.device)
-        scores = logits(self.student.shape, self.now, self.student.trim, batch)
-        loss = divergence(scores, self.row[batch.top], batch.logp)
+        # Drawn anew each step, yet the same for a resumed run.
+        dice = torch.Generator().manual_seed(self.place.step * 4096 + chosen[0])
+        rows, place, weight = candidates(self.row[batch.top], len(self.student.trim.to_target), dice)
+        scores = logits(self.student.shape, self.now, self.student.trim, batch, rows) + weight
+        loss = divergence(scores, place, batch.logp)
         return (
             float(loss.detach()),
             len(batch.top),
@@ -97,6 +100,11 @@ class Trainer:
             return self._next()
         place.cursor += count
         return self._groups[place.cursor - count : place.cursor]
+
+    def extend(self, text: OwnText, train: NDArray[np.int64]) -> None:
+        """Go on with more text, from the beginning of a new epoch; the conversations there were keep their numbers."""
+        self.text, self.train, self._groups = text, train, []
+        self.place.epoch, self.place.cursor = self.place.epoch + 1, 0
 
     def step(self, share: float) -> float:
         """One optimiser step, with `share` of the training time gone; returns the mean divergence in nats a token."""

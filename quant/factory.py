@@ -24,11 +24,10 @@ from .requantise import Kind, requantise
 from .student import Student
 from .target import GgufTarget, Target, open_target, vocabulary
 from .text import OwnText
-from .trim import Trim, choose, special, trim, whole
+from .trim import Trim, choose, rank_prior, special, trim, whole
 
 CHECKPOINT = "training.pt"
 BIG = 1_500_000_000  # parameters from which `auto` rounds plainly, tensor by tensor
-CALIBRATION = 48  # conversations that the correction looks at, at most
 HELD = 96  # conversations never trained or calibrated on, where there are many
 Step = Callable[[int, int], None]
 
@@ -42,6 +41,7 @@ class Options:
     neurons: int = 0
     rounding: str = "auto"
     conversations: int = 24
+    calibration: int = 24
 
 
 def split(text: OwnText) -> tuple[np.ndarray, np.ndarray]:
@@ -62,6 +62,19 @@ def number(value: str, word: str, most: int, what: str) -> int:
     return count
 
 
+def chosen_layers(value: str, most: int) -> list[int] | None:
+    """Layers named one by one ("0,1,8,29"); None where only a number of them is asked for."""
+    if "," not in value:
+        return None
+    try:
+        named = [int(n) for n in value.split(",")]
+    except ValueError:
+        raise RecipeError(f"--layers is a number, `auto`, or layers by number (0,1,8), not {value!r}.") from None
+    if named != sorted(set(named)) or not 0 <= named[0] <= named[-1] < most:
+        raise RecipeError(f"--layers must name layers 0 to {most - 1} in ascending order, each once; it says {value}.")
+    return named
+
+
 def build(
     path: Path,
     out: Path,
@@ -74,7 +87,8 @@ def build(
     began = time.monotonic()
     target = open_target(path)
     s, rows = target.shape, target.extents(EMBEDDING)[0]
-    layers = number(options.layers, "auto", s.layers, "layers")
+    named = chosen_layers(options.layers, s.layers)
+    layers = len(named) if named else number(options.layers, "auto", s.layers, "layers")
     kept = number(options.vocab, "full", rows, "vocab")
     corrected = options.rounding == "corrected" or (
         options.rounding == "auto" and parameters(target) < BIG and options.quant in ("iq4_nl", "q4_0")
@@ -97,14 +111,14 @@ def build(
             )
         train, _ = split(text)
     ids = whole(rows) if kept == rows or text is None else trimmed(target, text, train, kept)
-    chosen = list(range(s.layers))
-    if layers < s.layers and text is not None:
+    chosen = named or list(range(s.layers))
+    if layers < s.layers and named is None and text is not None:
         chosen = making.least_needed(target, text.rows(train, calibration_length(text), 8), layers, step)
     grid = GRIDS.get(options.quant, Q8_0)
     recipe = making.Recipe(chosen, ids, grid, GRIDS[options.table], options.neurons)
     out.mkdir(parents=True, exist_ok=True)
     if corrected and text is not None:
-        calibration = text.rows(train, calibration_length(text), CALIBRATION)
+        calibration = text.rows(train, calibration_length(text), options.calibration)
         student = making.rebuilt(target, recipe, calibration, step)
         distil.save(out / CHECKPOINT, student, distil.Place())
         write_student(student, target, out / folder.DRAFT)
@@ -145,7 +159,8 @@ def trimmed(target: Target, text: OwnText, train: np.ndarray, rows: int) -> Trim
         raise RecipeError(
             f"{target.name} has {must.sum():,} special tokens, all of which are kept: --vocab must be larger."
         )
-    return trim(target.tensor(EMBEDDING), choose(text.usage(train, size), must, rows))
+    usage = text.usage(train, size)
+    return trim(target.tensor(EMBEDDING), choose(usage + rank_prior(size, float(usage.sum())), must, rows))
 
 
 def card(target: Target, name: str, recipe: dict[str, Any]) -> folder.Card:

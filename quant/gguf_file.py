@@ -167,6 +167,14 @@ class GgufFile:
         self.metadata: Mapping[str, Value] = metadata
         self.tensors: Mapping[str, TensorInfo] = tensors
 
+    def _release(self, offset: int, size: int) -> None:
+        """Let the pages that lie wholly in a span go; a later reading maps them again. So that walking through a file bigger than
+        memory does not fill it: mapped pages count as ours until the system takes them."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (offset + size - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self._data.madvise(mmap.MADV_DONTNEED, start, length)
+
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes as [rows, bytes a row], still mapped."""
         info = self.info(name)
@@ -191,6 +199,7 @@ class GgufFile:
             for at in range(0, len(raw), rows):
                 part = raw[at : at + rows]
                 out[at : at + rows] = part.view(plain[kind]) if kind in plain else gguf.quants.dequantize(part, kind)
+                self._release(info.offset + (at + (start or 0)) * raw.shape[1], part.nbytes)
         except NotImplementedError:
             raise WeightsError(f"{self.path.name}: tensor {name!r} is {kind.name}, which is not read here.") from None
         return out if len(info.shape) == 2 else out.reshape(info.shape)

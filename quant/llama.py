@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,21 @@ from .errors import WeightsError
 Logits = NDArray[np.float32]
 
 
+@cache
+def _silence() -> Any:
+    """Takes in llama.cpp's messages and drops them. Cached, since llama.cpp keeps its address alone and calls it to the end."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *_: None)
+
+
 def library() -> Any:
+    """llama.cpp's bindings, its messages turned off."""
     try:
         import llama_cpp
     except ImportError as error:
         raise WeightsError("Measuring a draft needs llama.cpp: pip install 'paceline[edge]'.") from error
+    llama_cpp.llama_log_set(_silence(), ctypes.c_void_p(0))
     return llama_cpp
 
 
@@ -34,8 +45,6 @@ class LlamaModel:
         ll = self._ll = library()
         self.path, self.threads = Path(path), threads
         ll.llama_backend_init()
-        self._quiet = ll.llama_log_callback(lambda *_: None)
-        ll.llama_log_set(self._quiet, ctypes.c_void_p(0))
         self._model = ll.llama_model_load_from_file(str(path).encode(), ll.llama_model_default_params())
         if not self._model:
             raise WeightsError(f"llama.cpp cannot load {path}.")
@@ -91,14 +100,18 @@ class LlamaModel:
         return np.array(ids), np.array(logps)
 
     def greedy(self, prompt: Sequence[int], count: int, stop: set[int]) -> list[int]:
-        """The model's own greedy text after the prompt, without its stop token."""
+        """The model's own greedy text after the prompt, up to and with its stop token."""
+        return self.write(prompt, count, stop, lambda logits: int(logits.argmax()))
+
+    def write(self, prompt: Sequence[int], count: int, stop: set[int], choose: Callable[[Logits], int]) -> list[int]:
+        """The model's text after the prompt, each token chosen from its logits [rows]; up to and with its stop token."""
         self.forget()
         for at in range(0, len(prompt), self._size):
             piece = prompt[at : at + self._size]
             self.decode(piece, at, [i == len(piece) - 1 for i in range(len(piece))])
         text: list[int] = []
         while len(text) < count and len(prompt) + len(text) < self.limit:
-            token = int(self.last().argmax())
+            token = choose(self.last())
             text.append(token)
             if token in stop:
                 break
@@ -113,6 +126,19 @@ class LlamaModel:
 
     def stops(self) -> set[int]:
         return {t for t in range(self.rows) if self._ll.llama_vocab_is_eog(self.vocab, t)}
+
+
+def sampler(temperature: float, seed: int) -> Callable[[Logits], int]:
+    """Draws a row from the softmax at a temperature; the likeliest at 0."""
+    if temperature == 0:
+        return lambda logits: int(logits.argmax())
+    dice = np.random.default_rng(seed)
+
+    def draw(logits: Logits) -> int:
+        chance = np.exp(log_softmax(logits / np.float32(temperature)))
+        return int(dice.choice(len(chance), p=chance / chance.sum()))
+
+    return draw
 
 
 def log_softmax(x: Logits) -> NDArray[np.float64]:

@@ -12,11 +12,33 @@ from .decoder import EMBEDDING, Shape, embed, head, hidden
 from .text import Batch
 from .trim import Trim
 
+OTHERS = 2048  # rows drawn besides those that a batch names
 
-def logits(shape: Shape, w: Mapping[str, Tensor], trim: Trim, batch: Batch) -> Tensor:
-    """The draft's logits for each answer token, [N, R]."""
+
+def logits(shape: Shape, w: Mapping[str, Tensor], trim: Trim, batch: Batch, rows: Tensor | None = None) -> Tensor:
+    """The draft's logits for each answer token, [N, R]; rows: only for these rows of the head."""
     x = embed(shape, w[EMBEDDING], trim.to_row[batch.tokens]).to(torch.bfloat16)
-    return F.linear(hidden(shape, w, x).flatten(0, 1)[batch.at], head(w)).float()
+    table = head(w) if rows is None else head(w)[rows]
+    return F.linear(hidden(shape, w, x).flatten(0, 1)[batch.at], table).float()
+
+
+def candidates(row: Tensor, total: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows a batch's softmax runs over, `row` as places among them, and what to add to their logits.
+
+    row: [N, 16], -1 where the draft has none. Every row that the target thinks likely anywhere in the batch is there, and
+    `OTHERS` drawn from the rest, each of which stands for its share of it: sampled softmax (Bengio and Senecal 2008), whose sum
+    over the vocabulary is right on average.
+    """
+    named = torch.zeros(total, dtype=torch.bool, device=row.device)
+    named[row[row >= 0]] = True
+    others = torch.zeros_like(named)
+    others[torch.randint(total, (OTHERS,), generator=generator).to(row.device)] = True
+    others &= ~named
+    rows = (named | others).nonzero().squeeze(1)
+    place = torch.where(named, (named | others).cumsum(0) - 1, -1)
+    share = (total - named.sum()) / others.sum().clamp(min=1)
+    weight = torch.where(others[rows], share.log(), 0.0)
+    return rows, torch.where(row >= 0, place[row.clamp(min=0)], -1), weight
 
 
 def divergence(scores: Tensor, row: Tensor, logp: Tensor) -> Tensor:

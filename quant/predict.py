@@ -26,6 +26,10 @@ class Setting:
     candidates: int = 4
 
 
+#: Seconds a row of the target at Q4_0 takes on the devices that `paceline bench` speaks for; a draft takes its share of it.
+DEVICES = {"laptop": 0.008, "small-gpu": 0.005, "pi": 0.060}
+
+
 def arrivals(rank: NDArray[np.int64], front: int, start: float, s: Setting) -> tuple[NDArray[np.float64], int]:
     """When the cloud holds each right token, if drafting (re)starts at position `front` at time `start`; and where it goes wrong.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,18 +19,18 @@ def rounding_errors(draft: Path, target: Target, layers: Sequence[int], rows: to
     A draft rounded with correction is not meant to be near its target weight by weight: the figure says how far it went.
     """
     file = GgufFile(draft)
-    errors: dict[str, float] = {}
-    for name, info in file.tensors.items():
-        if len(info.shape) != 2:
-            continue
-        w = _counterpart(name, target, layers, rows)
-        if w is not None and w.shape == info.shape:
-            errors[name] = _relative(file, name, w)
-    return errors
+    matrices = [name for name, info in file.tensors.items() if len(info.shape) == 2]
+    found = {name: _relative(file, name, _counterpart(name, target, layers, rows)) for name in matrices}
+    return {name: error for name, error in found.items() if error is not None}
 
 
-def _relative(file: GgufFile, name: str, w: torch.Tensor, piece: int = 4096) -> float:
-    """Squared error over squared size, a few rows at a time."""
+def _relative(file: GgufFile, name: str, w: torch.Tensor, piece: int = 4096) -> float | None:
+    """Squared error over squared size, a few rows at a time; None where the shapes differ.
+
+    w belongs to this call alone, so that two of a target's tables are never held at once.
+    """
+    if w.shape != file.info(name).shape:
+        return None
     error = size = 0.0
     for at in range(0, len(w), piece):
         part = w[at : at + piece]
@@ -37,7 +39,7 @@ def _relative(file: GgufFile, name: str, w: torch.Tensor, piece: int = 4096) -> 
     return error / size if size else 0.0
 
 
-def _counterpart(name: str, target: Target, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor | None:
+def _counterpart(name: str, target: Target, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     if not name.startswith("blk."):
         table = target.tensor(name)
         return table if len(rows) == len(table) else table[rows]
@@ -76,3 +78,24 @@ def picture(log: Sequence[tuple[float, int, float, float]], title: str) -> str:
     lines.append(f'<text x="{pad}" y="{pad - 18}" fill="#24292f">{title}</text>')
     size, style = f'width="{width}" height="{height}"', 'font-family="sans-serif" font-size="12"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *lines, "</svg>", ""])
+
+
+def agreement_picture(result: Mapping[str, Any], title: str) -> str:
+    """An evaluation as an SVG: top-1 and top-4 agreement of each category, and their mean, along the target's greedy text."""
+    rows = [("mean", result["mean"]), *result["categories"].items()]
+    width, line, left = 640, 22, 150
+    height, span = line * len(rows) + 64, width - left - 60
+    parts = [f'<text x="12" y="24" fill="#24292f">{escape(title)}</text>']
+    for i, (name, entry) in enumerate(rows):
+        y = 40 + line * i
+        parts.append(f'<text x="{left - 8}" y="{y + 13}" text-anchor="end" fill="#57606a">{escape(name)}</text>')
+        for share, colour in ((entry["top4"], "#c8d1da"), (entry["top1"], "#1f6feb")):
+            parts.append(f'<rect x="{left}" y="{y}" width="{span * share:.1f}" height="{line - 6}" fill="{colour}"/>')
+        parts.append(
+            f'<text x="{width - 8}" y="{y + 13}" text-anchor="end" fill="#24292f">{entry["top1"]:.0%} {entry["top4"]:.0%}</text>'
+        )
+    parts.append(
+        f'<text x="{left}" y="{height - 8}" fill="#57606a">dark: first choice agrees; light: among four</text>'
+    )
+    size, style = f'width="{width}" height="{height}"', 'font-family="sans-serif" font-size="12"'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>', *parts, "</svg>", ""])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,17 @@ from . import text as own_text
 from .build import frozen_tensor
 from .errors import DraftError
 from .factory import CHECKPOINT, card, split, write_student
+from .refresh import on_policy
 from .report import picture
 from .student import Student
 from .target import Target, open_target, vocabulary
+from .text import OwnText
 
 EVERY = 300.0  # seconds between checkpoints
 QUICK = 24  # held-out conversations looked at on the way; the end looks at all
 PATIENCE = 5  # checkpoints without a better agreement before stopping
+LATE = 0.7  # share of the time after which the draft also learns from what it writes itself
+REFRESHED = "refresh.npz"
 Step = Callable[[int, int], None]
 
 
@@ -75,12 +80,19 @@ def distil(
     if not options.resume:
         place = distilling.Place()
     pace = distilling.Pace(rate=options.rate, **({"workers": 1, "tokens": 16_384} if device.type == "cuda" else {}))
+    if (out / REFRESHED).exists() and options.resume:
+        text, train = joined_by(text, train, own_text.load(out / REFRESHED))
     trainer = distilling.Trainer(student.to(device), text, train, pace, place)
-    session = Session(trainer, target, out, held, say)
+    session = Session(trainer, target, out, held, say, partial(on_policy, target, source))
     session.run(options.minutes * 60, step)
     result = session.finish()
     trainer.close()
     return result
+
+
+def joined_by(text: OwnText, train: NDArray[np.int64], more: OwnText) -> tuple[OwnText, NDArray[np.int64]]:
+    """Text with more behind it, all of which is trained on."""
+    return own_text.joined([text, more]), np.concatenate([train, len(text) + np.arange(len(more))])
 
 
 def load(checkpoint: Path, target: Target) -> tuple[Student, distilling.Place]:
@@ -97,8 +109,10 @@ class Session:
         out: Path,
         held: NDArray[np.int64],
         say: Callable[[str], object],
+        refresh: Callable[[Student, OwnText, NDArray[np.int64], int], OwnText],
     ) -> None:
         self.trainer, self.target, self.out, self.held, self.say = trainer, target, out, held, say
+        self.refresh = refresh
 
     def run(self, budget: float, step: Step) -> None:
         place = self.trainer.place
@@ -107,6 +121,8 @@ class Session:
         saved = place.elapsed
         while place.elapsed < budget and not self.stale():
             began = time.monotonic()
+            if place.elapsed >= LATE * budget and not (self.out / REFRESHED).exists():
+                self.turn_to_own_text()
             loss = self.trainer.step(place.elapsed / budget)
             place.elapsed += time.monotonic() - began
             step(int(place.elapsed / 60), int(budget / 60))
@@ -116,6 +132,15 @@ class Session:
                 self.say(f"step {place.step}: divergence {loss:.4f}, held-out agreement {first:.1%} (top-4 {four:.1%})")
                 self.keep()
                 saved = place.elapsed
+
+    def turn_to_own_text(self) -> None:
+        """Add answers that the draft writes, with what the target would have said at each place: kept, so that a resumed run has
+        them too."""
+        trainer = self.trainer
+        more = self.refresh(trainer.student, trainer.text, trainer.train, trainer.place.step)
+        own_text.save(self.out / REFRESHED, more)
+        trainer.extend(*joined_by(trainer.text, trainer.train, more))
+        self.say(f"{len(more)} answers of the draft's own join the text")
 
     def look(self, chosen: NDArray[np.int64]) -> None:
         place = self.trainer.place

@@ -1,4 +1,4 @@
-"""The target's own text on given prompts: what a draft is measured along. Recorded once, kept on disk.
+"""The target's own text on given prompts, greedy or drawn: what a draft is measured along. Recorded once, kept on disk.
 
 A prompts file has one JSON object a line with `turns` (a list whose first entry is used) or `prompt`, and perhaps `category`.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from .errors import RecipeError
 from .gguf_file import GgufFile
 from .landing import landing
-from .llama import LlamaModel
+from .llama import LlamaModel, sampler
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ def record(
     cache: Path | None = None,
     threads: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    temperature: float = 0.0,
 ) -> list[Trace]:
-    """The target's greedy text of `tokens` tokens on each prompt; taken from the cache folder where it is there already."""
-    kept = cache / f"traces-{_key(target, prompts, tokens)}.json" if cache else None
+    """The target's text of `tokens` tokens on each prompt, greedy at temperature 0, else drawn (the same at every call); taken
+    from the cache folder where it is there already."""
+    kept = cache / f"traces-{_key(target, prompts, tokens, temperature)}.json" if cache else None
     if kept and kept.exists():
         return [Trace(**t) for t in json.loads(kept.read_text())]
     metadata = GgufFile(target).metadata
@@ -83,7 +85,8 @@ def record(
     for i, prompt in enumerate(prompts):
         ids = bos + model.tokenize(chat(template, prompt.text) if isinstance(template, str) else prompt.text)
         if len(ids) + tokens <= model.limit:
-            traces.append(Trace(prompt.category, ids, model.greedy(ids, tokens, stops)))
+            text = model.write(ids, tokens, stops, sampler(temperature, seed=i))
+            traces.append(Trace(prompt.category, ids, text))
         progress(i + 1, len(prompts))
     model.close()
     if kept:
@@ -92,9 +95,10 @@ def record(
     return traces
 
 
-def _key(target: Path, prompts: Sequence[Prompt], tokens: int) -> str:
-    """Names the recording: the model file's size and head, the prompts, the length."""
+def _key(target: Path, prompts: Sequence[Prompt], tokens: int, temperature: float) -> str:
+    """Names the recording: the model file's size and head, the prompts, the length, and the temperature unless greedy."""
     with target.open("rb") as file:
         head = hashlib.sha256(file.read(1 << 16)).hexdigest()
-    material = json.dumps([target.stat().st_size, head, [asdict(p) for p in prompts], tokens])
+    drawn = [temperature] if temperature else []
+    material = json.dumps([target.stat().st_size, head, [asdict(p) for p in prompts], tokens, *drawn])
     return hashlib.sha256(material.encode()).hexdigest()[:16]

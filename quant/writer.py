@@ -93,8 +93,10 @@ def write(
     length: int,
     seed: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    to_target: Tensor | None = None,
 ) -> OwnText:
-    """Write the rows' conversations, at most `length` tokens each. w: bfloat16 weights, all in memory."""
+    """Write the rows' conversations, at most `length` tokens each. w: bfloat16 weights, all in memory; to_target: the id of each
+    row of the head, where rows are not ids."""
     device = w[EMBEDDING].device
     generator = torch.Generator(device="cpu").manual_seed(seed)
     cache = Cache(shape, len(rows), length, device)
@@ -107,7 +109,8 @@ def write(
         tokens = torch.tensor([row.tokens[at] if at < len(row.tokens) else 0 for row in rows], device=device)
         logp = torch.log_softmax(step(shape, w, cache, tokens, at), -1)
         best = logp.topk(max(TOP, USER_CHOICES))
-        values, ids = best.values.cpu(), best.indices.cpu()
+        values = best.values.cpu()
+        ids = (best.indices if to_target is None else to_target[best.indices]).cpu()
         for b, row in enumerate(rows):
             if not row.done and not row.given:
                 advance(row, ids[b], values[b], chat, generator, length // 3)

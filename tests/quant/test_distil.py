@@ -10,7 +10,7 @@ from paceline.quant import decoder, distil, factory, store
 from paceline.quant.distil import Pace, Place, Trainer
 from paceline.quant.errors import RecipeError, WeightsError
 from paceline.quant.grids import Q4_0, Q8_0
-from paceline.quant.loss import divergence
+from paceline.quant.loss import candidates, divergence
 from paceline.quant.student import Parameter, Student, step_parameter
 from paceline.quant.target import Target, open_target
 from paceline.quant.text import OwnText
@@ -81,6 +81,21 @@ def test_divergence_is_zero_for_the_target_itself_and_counts_missing_rows() -> N
     assert divergence(scores + torch.randn(5, 40), row, logp) > 0.1
     row[:, 3] = -1
     assert divergence(scores, row, logp).item() >= -1e-4
+
+
+def test_the_softmax_over_candidates_sees_every_likely_row_and_leads_to_the_same_loss() -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(6, 9_000) * 4
+    logp, row = torch.log_softmax(scores + torch.randn(6, 9_000), 1).topk(16)
+    row[2, 5] = -1
+    rows, place, weight = candidates(row, 9_000, torch.Generator().manual_seed(1))
+    assert set(row[row >= 0].tolist()) <= set(rows.tolist())
+    assert len(rows) < 9_000
+    there = row >= 0
+    assert torch.equal(rows[place[there]], row[there])
+    assert (place[~there] == -1).all()
+    whole, few = divergence(scores, row, logp), divergence(scores[:, rows] + weight, place, logp)
+    assert few.item() == pytest.approx(whole.item(), rel=0.15)
 
 
 def test_the_gradient_reaches_weights_and_scales() -> None:

@@ -105,3 +105,27 @@ def test_random_damage_never_escapes_as_another_error(tiny: Path, tmp_path: Path
 def test_a_missing_tensor_is_named(tiny: Path) -> None:
     with pytest.raises(WeightsError, match=r"tiny\.gguf has no tensor 'blk\.9\.ffn_up\.weight'"):
         GgufFile(tiny).array("blk.9.ffn_up.weight")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not say what a mapping holds")
+def test_a_tensor_that_was_read_leaves_its_pages(tmp_path: Path) -> None:
+    path, table = tmp_path / "wide.gguf", np.arange(8_000_000, dtype=np.float32).reshape(-1, 500)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("table", table)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(path)
+    assert file.raw("table").sum() > 0  # every page was touched
+    before = mapped(path)
+    assert np.array_equal(file.array("table"), table)
+    assert mapped(path) < 0.1 * before
+    assert np.array_equal(file.array("table", 7_000, 7_010), table[7_000:7_010])
+
+
+def mapped(path: Path) -> int:
+    """Kilobytes of a file's mapping that are in this process's memory."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.endswith(str(path)))
+    return int(next(line for line in lines[at:] if line.startswith("Rss:")).split()[1])

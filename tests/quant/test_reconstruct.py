@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 from paceline.quant import decoder
-from paceline.quant.grids import Q4_0, rounded, scales
+from paceline.quant.grids import IQ4_NL, Q4_0, rounded, scales
 from paceline.quant.prune import keep_neurons
-from paceline.quant.reconstruct import Plan, Rebuilder, refit, second_order
+from paceline.quant.reconstruct import Plan, Rebuilder
+from paceline.quant.rounding import Inputs, moment, refit, second_order
 from paceline.quant.target import open_target
 
 
@@ -17,16 +18,25 @@ def correlated(n: int, width: int) -> torch.Tensor:
 def test_second_order_loses_less_of_the_output_than_plain_rounding() -> None:
     torch.manual_seed(0)
     w, x = torch.randn(48, 64), correlated(2_000, 64)
-    out, latent = second_order(w, x.T @ x / len(x), Q4_0)
+    out, latent = second_order(w, Inputs(moment(x, x)), Q4_0)
     plain = rounded(w, scales(w, Q4_0), Q4_0)
     assert ((out - w) @ x.T).pow(2).sum() < 0.7 * ((plain - w) @ x.T).pow(2).sum()
     assert torch.equal(rounded(latent.value, latent.scales, Q4_0), out)
 
 
+def test_a_sweep_of_coordinate_descent_loses_less_again() -> None:
+    torch.manual_seed(0)
+    w, x = torch.randn(48, 96), correlated(2_000, 96)
+    inputs = Inputs(moment(x, x))
+    once, refined = second_order(w, inputs, IQ4_NL, 0)[0], second_order(w, inputs, IQ4_NL, 2)
+    assert ((refined[0] - w) @ x.T).pow(2).sum() < 0.95 * ((once - w) @ x.T).pow(2).sum()
+    assert torch.equal(rounded(refined[1].value, refined[1].scales, IQ4_NL), refined[0])
+
+
 def test_refit_makes_up_for_a_known_miss() -> None:
     torch.manual_seed(1)
     w, x, change = torch.randn(8, 32), correlated(500, 32), torch.randn(8, 32)
-    assert torch.allclose(refit(w, x, x @ change.T, damp=1e-9), w + change, atol=1e-2)
+    assert torch.allclose(refit(w, Inputs(moment(x, x), damp=1e-9), moment(x, x @ change.T)), w + change, atol=1e-2)
 
 
 def test_the_neurons_kept_are_those_that_carry_the_output() -> None:

@@ -11,7 +11,7 @@ from paceline.quant.chat import chat_of
 from paceline.quant.errors import WeightsError
 from paceline.quant.target import open_target
 from paceline.quant.text import OwnText
-from paceline.quant.trim import choose, special, trim
+from paceline.quant.trim import choose, rank_prior, special, trim
 from paceline.quant.writer import openings, write
 
 
@@ -93,3 +93,11 @@ def test_a_dropped_token_is_stood_for_by_the_most_similar_row() -> None:
     cut = trim(table, torch.tensor([0, 1, 3]))
     assert cut.to_row.tolist() == [0, 1, 0, 2]
     assert cut.row_or_none(4).tolist() == [0, 1, -1, 2]
+
+
+def test_an_unseen_common_token_goes_before_an_unseen_rare_one_and_a_seen_one_before_both() -> None:
+    usage = np.zeros(1_000)
+    usage[[800, 900]] = 500.0
+    kept = choose(usage + rank_prior(1_000, float(usage.sum())), np.zeros(1_000, bool), 4)
+    assert kept.tolist() == [0, 1, 800, 900]
+    assert rank_prior(49_152, 1.0).sum() < 0.06
