@@ -20,7 +20,6 @@ from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.errors import FATAL, HARMLESS, REFUSALS, Code, ProtocolError
 from paceline.protocol.messages import (
-    GRAMMAR,
     VERSION,
     Ack,
     Cancel,
@@ -154,7 +153,7 @@ class Connection:
                 sessions=self._house.sessions,
                 session_ttl=self._house.session_ttl,
                 verify_floor=self._house.scheduler.floor,
-                features=(GRAMMAR,) if self._house.grammars is not None else (),
+                features=self._house.features,
             )
         )
 
@@ -170,6 +169,7 @@ class Connection:
             raise ProtocolError(Code.OVERLOADED, text, opened.sid, retry_after=1.0)
         self._owner.check(opened.sid)
         self._house.admission.check(opened.sid)
+        self._house.demand(opened)
         constraint = self._constraint(opened)
         session, missed = self._resumed(opened)
         self._owner.spend(len(opened.prompt))
