@@ -84,7 +84,7 @@ class Verifier:
             case "websocket":
                 await _websocket(self.front, scope, receive, send)
             case "http":
-                page = self.front.answer(scope["path"], _authorization(scope), websocket=False)
+                page = self.front.answer(scope["path"], authorization(scope), websocket=False)
                 assert page is not None, "a plain request always has an answer"
                 await _respond(page, "http.response", send)
             case "lifespan":
@@ -105,7 +105,7 @@ class Verifier:
 
 async def _websocket(front: Front, scope: Message, receive: Receive, send: Send) -> None:
     await receive()  # websocket.connect
-    key = _authorization(scope)
+    key = authorization(scope)
     page = front.answer(scope["path"], key, websocket=True)
     if page is not None and DENIAL in (scope.get("extensions") or {}):
         await _respond(page, DENIAL, send)
@@ -122,5 +122,5 @@ async def _respond(page: Page, kind: str, send: Send) -> None:
     await send({"type": f"{kind}.body", "body": page.body})
 
 
-def _authorization(scope: Message) -> str | None:
+def authorization(scope: Message) -> str | None:
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), None)

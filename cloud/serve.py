@@ -18,7 +18,7 @@ from paceline.protocol.errors import PacelineError
 
 __all__ = ["ENGINES", "Settings", "drain", "house_of", "load_engine", "serve"]
 
-ENGINES = ("llamacpp", "torch", "toy")
+ENGINES = ("llamacpp", "torch", "vllm", "toy")
 
 
 def load_engine(settings: Settings, model: Path | None) -> Engine:
