@@ -94,7 +94,7 @@ def test_an_empty_mailbox_and_a_prompt_that_is_being_read(door: Mailbox, drafter
     assert propose(drafter, TEXT, TEXT) == [[], []]
     put(door, 0, TEXT, tree_of(([1], 1.0)))
     assert propose(drafter, TEXT, sampled=0) == [[]]
-    door.clear(0)
+    put(door, 0, TEXT, Tree(0))
     assert propose(drafter, TEXT) == [[]]
 
 

@@ -12,6 +12,7 @@ is a run of first children, and a sibling is one addition away.
 import math
 import mmap
 import os
+import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,7 @@ _SLOT = np.dtype(
         ("weights", "<u1", NODES),  # as in a `draft` message
     ]
 )
+_HEAD = 16  # bytes before the tokens
 _BYTES = _SLOT.itemsize + 8 * _STEPS
 
 Ids = Any  # int32 tokens in one piece: an array, or a row of one
@@ -122,8 +124,14 @@ class Mailbox:
     # ---- the door's end
 
     def publish(self, slot: int, length: int, end: Ids, branches: Branches) -> None:
-        """The tree of the session whose text has `length` tokens, the last WINDOW of them in `end`; the one before goes."""
+        """The tree of the session whose text has `length` tokens, the last WINDOW of them in `end`; the one before goes.
+
+        An empty tree is not looked for, so that sessions without drafts cost a step nothing.
+        """
         new, count = np.zeros((), _SLOT), len(branches.tokens)
+        if not count:
+            self._slots[slot] = new
+            return
         new["length"], new["mark"], new["count"] = length, mark(end), count
         for name in ("tokens", "sizes", "weights"):
             new[name][:count] = getattr(branches, name)
@@ -151,10 +159,11 @@ class Mailbox:
 
     def _index(self) -> dict[int, dict[int, list[int]]]:
         """Length and mark of a text -> slots."""
-        lengths, index = self._slots["length"], dict[int, dict[int, list[int]]]()
-        for slot in np.flatnonzero(lengths).tolist():
-            marks = index.setdefault(int(lengths[slot]), {})
-            marks.setdefault(int(self._slots["mark"][slot]), []).append(slot)
+        index = dict[int, dict[int, list[int]]]()
+        used = np.flatnonzero(self._slots["length"])
+        lengths, marks = (self._slots[name][used].tolist() for name in ("length", "mark"))
+        for slot, length, known in zip(used.tolist(), lengths, marks, strict=True):
+            index.setdefault(length, {}).setdefault(known, []).append(slot)
         return index
 
     def _chain(self, index: dict[int, dict[int, list[int]]], text: Ids, limit: int) -> list[int]:
@@ -171,11 +180,14 @@ class Mailbox:
         return []
 
     def _read(self, slot: int, length: int) -> Branches | None:
-        whole = self._slots[slot].copy()
-        if zlib.crc32(whole.tobytes()[4:]) != whole["check"] or whole["length"] != length:
+        begin = len(_MAGIC) + slot * _SLOT.itemsize
+        whole = self._memory[begin : begin + _SLOT.itemsize]
+        check, found, _, count = struct.unpack_from("<4I", whole)
+        if found != length or zlib.crc32(memoryview(whole)[4:]) != check:
             return None  # written at this very moment
-        count = int(whole["count"])
-        return Branches(*(whole[name][:count].tolist() for name in ("tokens", "sizes", "weights")))
+        sizes, weights = _HEAD + 4 * NODES, _HEAD + 5 * NODES
+        tokens = np.frombuffer(whole, "<i4", count, _HEAD).tolist()
+        return Branches(tokens, whole[sizes : sizes + count], whole[weights : weights + count])
 
     def close(self) -> None:
         """The mapping goes with its last view."""
