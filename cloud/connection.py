@@ -169,6 +169,7 @@ class Connection:
             raise ProtocolError(Code.OVERLOADED, text, opened.sid, retry_after=1.0)
         self._owner.check(opened.sid)
         self._house.admission.check(opened.sid)
+        self._house.demand(opened)
         constraint = self._constraint(opened)
         session, missed = self._resumed(opened)
         self._owner.spend(len(opened.prompt))

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.cloud.driver import Driver
 from paceline.cloud.grammar import Grammars
 from paceline.cloud.limits import Admission, Allowance, Bounds, Owner
-from paceline.cloud.scheduler import Scheduler, Seat
+from paceline.cloud.scheduler import Seat
 from paceline.protocol.cloud_session import CloudSession
 from paceline.protocol.errors import Code, ProtocolError
-from paceline.protocol.messages import BACKUP, GRAMMAR, Goaway, Message
+from paceline.protocol.messages import BACKUP, GRAMMAR, Goaway, Message, Open
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_WAITING = 1024  # sessions without an edge, over all connections; the oldest go first
@@ -40,7 +41,7 @@ class Waiting:
 
 @dataclass
 class House:
-    scheduler: Scheduler
+    scheduler: Driver
     model: str
     vocabulary: Vocabulary
     context: int
@@ -48,6 +49,10 @@ class House:
     sessions: int = 64  # of one connection
     session_ttl: float = 60.0
     grammars: Grammars | None = None  # None: no text can be kept to a grammar
+    traits: tuple[str, ...] = ()  # features of `welcome` that come from what runs the target
+    demand: Callable[[Open], None] = lambda opened: (
+        None
+    )  # raises ProtocolError for what the target's engine cannot honour
     clock: Callable[[], float] = field(default=lambda: 0.0)
     bounds: Bounds = field(default_factory=Bounds)
     waiting: dict[str, Waiting] = field(default_factory=dict)  # by resume token
@@ -62,9 +67,9 @@ class House:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What edges are told that this cloud can do."""
+        """What edges are told that this cloud can do, and what it does otherwise."""
         able = ((GRAMMAR, self.grammars is not None), (BACKUP, self.scheduler.drafts))
-        return tuple(name for name, has in able if has)
+        return (*self.traits, *(name for name, has in able if has))
 
     @property
     def connections(self) -> int:

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.cloud.scheduler import Scheduler, Seat
+from paceline.cloud.driver import Driver
+from paceline.cloud.scheduler import Seat
 from paceline.protocol.errors import Code, ProtocolError
 
 SHORTEST, LONGEST = 0.5, 60.0  # seconds after which to come back
@@ -101,7 +102,7 @@ class Owner:
 class Admission:
     """Which sessions run, and which wait for a place: of those the next is the one whose owner has the fewest running."""
 
-    def __init__(self, scheduler: Scheduler, bounds: Bounds, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Driver, bounds: Bounds, clock: Callable[[], float]) -> None:
         self._scheduler, self._bounds, self._clock = scheduler, bounds, clock
         self._running: dict[Seat, tuple[Owner, float]] = {}  # owner, and since when
         self._queue: dict[Seat, Owner] = {}  # oldest first

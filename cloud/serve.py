@@ -12,14 +12,14 @@ from paceline.cloud.connection import House
 from paceline.cloud.engine import Engine
 from paceline.cloud.grammar import Grammars
 from paceline.cloud.keys import Keys
-from paceline.cloud.scheduler import Scheduler
+from paceline.cloud.scheduler import Runner, Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.cloud.settings import Settings
 from paceline.protocol.errors import PacelineError
 
-__all__ = ["ENGINES", "Settings", "load_backup", "load_engine", "serve"]
+__all__ = ["ENGINES", "Settings", "drain", "house_of", "load_backup", "load_engine", "serve"]
 
-ENGINES = ("llamacpp", "torch", "toy")
+ENGINES = ("llamacpp", "torch", "vllm", "toy")
 CELLS = 4096  # tokens in the cache of a backup's draft, at least
 
 
@@ -82,6 +82,24 @@ def _torch_engine(settings: Settings, model: Path | None) -> Engine:
     return bring_up(model, options)
 
 
+def house_of(
+    settings: Settings, engine: Engine, vocabulary: Path | None, run: Runner, top_up: TopUp | None = None
+) -> House:
+    """The verifier's house as the settings want it, in real time. Its scheduler is not stepping yet."""
+    house = House(
+        Scheduler(engine, run, time.perf_counter, width=settings.width, floor=settings.verify_floor, top_up=top_up),
+        engine.name,
+        engine.vocabulary,
+        engine.context,
+        session_ttl=settings.session_ttl,
+        clock=time.perf_counter,
+        bounds=settings.bounds,
+    )
+    if vocabulary is not None and getattr(engine, "masks", False):
+        house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
+    return house
+
+
 async def serve(
     settings: Settings,
     engine: Engine,
@@ -93,26 +111,13 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM. `ready` is told the address; `watch` is given what ends it at once."""
     thread = OneThread("engine")
-    scheduler = Scheduler(
-        engine, thread, time.perf_counter, width=settings.width, floor=settings.verify_floor, top_up=top_up
-    )
-    house = House(
-        scheduler,
-        engine.name,
-        engine.vocabulary,
-        engine.context,
-        session_ttl=settings.session_ttl,
-        clock=time.perf_counter,
-        bounds=settings.bounds,
-    )
-    if vocabulary is not None and getattr(engine, "masks", False):
-        house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
+    house = house_of(settings, engine, vocabulary, thread, top_up)
     keys = Keys(settings.keys) if settings.keys is not None else None
     tls = None
     if settings.tls_certificate is not None:
         tls = tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
     server = await start(house, settings.host, settings.port, vocabulary, keys=keys, tls=tls)
-    stepping = asyncio.create_task(scheduler.run())
+    stepping = asyncio.create_task(house.scheduler.run())
     stop = Stop()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -123,7 +128,7 @@ async def serve(
     host, port = server.sockets[0].getsockname()[:2]
     ready(f"{'wss' if tls else 'ws'}://{host}:{port}")
     await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
-    await _drain(house, stop, settings.drain_timeout)
+    await drain(house, stop.now, settings.drain_timeout)
     server.close()
     stepping.cancel()
     with suppress(asyncio.CancelledError):
@@ -148,12 +153,15 @@ class Stop:
         self.asked.set()
 
 
-async def _drain(house: House, stop: Stop, seconds: float) -> None:
-    """Let running sessions end, for at most so many seconds; then they go on elsewhere, from what their edges hold."""
-    if stop.now.is_set() or not len(house.scheduler):
+async def drain(house: House, now: asyncio.Event, seconds: float) -> None:
+    """Let running sessions end, for at most so many seconds; then they go on elsewhere, from what their edges hold.
+
+    `now` cuts that short.
+    """
+    if now.is_set() or not len(house.scheduler):
         return
     house.drain(seconds)
-    waits = [asyncio.create_task(house.scheduler.idle.wait()), asyncio.create_task(stop.now.wait())]
+    waits = [asyncio.create_task(house.scheduler.idle.wait()), asyncio.create_task(now.wait())]
     await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for wait in waits:
         wait.cancel()

@@ -1,14 +1,6 @@
-"""The websocket shell around `connection`, and the few things it answers over plain HTTP on the same port.
-
-GET /healthz          ok
-GET /v1/model         {"model", "vocabulary_size", "fingerprint", "context"}
-GET /v1/vocabulary    the vocabulary without the weights (GGUF, or a tokenizer.json bundle): all a device needs to tokenise
-"""
+"""The websocket shell around `connection`; what it answers over plain HTTP on the same port is `front`'s."""
 
 import asyncio
-import http
-import json
-import logging
 import ssl
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +9,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.cloud.connection import Connection, House
+from paceline.cloud.front import Front, Page
 from paceline.cloud.keys import Keys
-from paceline.cloud.limits import Owner
-from paceline.cloud.metrics import exposition, own_version, registry
 from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL
-from prometheus_client import CONTENT_TYPE_LATEST
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 PING_SECONDS = 20.0  # under the 60 s after which reverse proxies cut a silent connection
 
 
@@ -89,7 +78,12 @@ async def start(
         if socket.subprotocol != SUBPROTOCOL:
             await socket.close(1002, f"the subprotocol here is {SUBPROTOCOL}")
             return
-        await Connection(SocketChannel(socket), house, front.owner(socket.request)).serve()
+        await Connection(SocketChannel(socket), house, front.owner(_authorization(socket.request))).serve()
+
+    def answer(_: ServerConnection, request: Request) -> Response | None:
+        websocket = request.headers.get("Upgrade", "").lower() == "websocket"
+        page = front.answer(request.path, _authorization(request), websocket=websocket)
+        return None if page is None else _response(page)
 
     try:
         return await serve(
@@ -103,74 +97,15 @@ async def start(
             ping_timeout=PING_SECONDS,
             close_timeout=1,
             server_header=None,
-            process_request=front.answer,
+            process_request=answer,
             ssl=tls,
         )
     except OSError as e:
         raise PacelineError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another with --port") from None
 
 
-class Front:
-    """What is answered before a websocket begins: who may come in, and the plain HTTP paths."""
-
-    def __init__(self, house: House, vocabulary: Path | None, keys: Keys | None) -> None:
-        self._house, self._vocabulary, self._keys = house, vocabulary, keys
-        self._metrics = registry(house)
-
-    def answer(self, socket: ServerConnection, request: Request) -> Response | None:
-        """A plain HTTP answer, or None to go on with the websocket."""
-        match request.path:
-            case "/healthz":
-                return _response(http.HTTPStatus.OK, "text/plain", b"ok\n")
-            case "/readyz" if self._house.draining:
-                return _response(http.HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"draining\n")
-            case "/readyz":
-                return _response(http.HTTPStatus.OK, "text/plain", b"ok\n")
-        if self._keys is not None and self._keys.name_of(request.headers.get("Authorization")) is None:
-            return _response(
-                http.HTTPStatus.UNAUTHORIZED, "text/plain", b"a key is needed: Authorization: Bearer KEY\n"
-            )
-        if request.headers.get("Upgrade", "").lower() == "websocket":
-            return self._no_room(request)
-        return self._page(request.path)
-
-    def owner(self, request: Request | None) -> Owner:
-        """Whose connection this is, with what its key may do by now."""
-        name = self._keys.name_of(request.headers.get("Authorization")) if self._keys and request else None
-        allowance = self._keys.allowance_of(name) if self._keys and name else None
-        return self._house.owner(name or "", allowance)
-
-    def _no_room(self, request: Request) -> Response | None:
-        """Why no websocket may begin here now, if so: before any work was done for it."""
-        if self._house.draining:
-            return _busy(http.HTTPStatus.SERVICE_UNAVAILABLE, b"going away\n")
-        if self._house.connections >= self._house.bounds.connections:
-            return _busy(http.HTTPStatus.SERVICE_UNAVAILABLE, b"as many connections as there may be\n")
-        owner = self.owner(request)
-        limit = owner.allowance.connections
-        if limit is not None and owner.connections >= limit:
-            return _busy(http.HTTPStatus.TOO_MANY_REQUESTS, b"as many connections as this key may have\n")
-        return None
-
-    def _page(self, path: str) -> Response:
-        match path:
-            case "/metrics":
-                return _response(http.HTTPStatus.OK, CONTENT_TYPE_LATEST, exposition(self._metrics))
-            case "/version":
-                return _json({"version": own_version()})
-            case "/v1/model":
-                own, house = self._house.vocabulary, self._house
-                return _json(
-                    {
-                        "model": house.model,
-                        "vocabulary_size": own.size,
-                        "fingerprint": own.fingerprint,
-                        "context": house.context,
-                    }
-                )
-            case "/v1/vocabulary" if self._vocabulary is not None:
-                return _response(http.HTTPStatus.OK, "application/octet-stream", self._vocabulary.read_bytes())
-        return _response(http.HTTPStatus.NOT_FOUND, "text/plain", b"not found\n")
+def _authorization(request: Request | None) -> str | None:
+    return request.headers.get("Authorization") if request is not None else None
 
 
 def tls_context(certificate: Path, key: Path | None, clients: Path | None) -> ssl.SSLContext:
@@ -193,17 +128,5 @@ def tls_context(certificate: Path, key: Path | None, clients: Path | None) -> ss
     return context
 
 
-def _busy(status: http.HTTPStatus, text: bytes, seconds: int = 1) -> Response:
-    """What a proxy in front takes for a reason to ask another verifier, and an edge to come again."""
-    response = _response(status, "text/plain", text)
-    response.headers["Retry-After"] = str(seconds)
-    return response
-
-
-def _json(value: dict[str, object]) -> Response:
-    return _response(http.HTTPStatus.OK, "application/json", json.dumps(value).encode())
-
-
-def _response(status: http.HTTPStatus, kind: str, body: bytes) -> Response:
-    headers = Headers({"Content-Type": kind, "Content-Length": str(len(body)), "Connection": "close"})
-    return Response(status.value, status.phrase, headers, body)
+def _response(page: Page) -> Response:
+    return Response(page.status.value, page.status.phrase, Headers(page.headers), page.body)

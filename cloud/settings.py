@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "PACELINE_CLOUD_"
+READY = "ready at "  # how the line begins by which a verifier says that it serves
 Seconds = Annotated[float, Field(ge=0, le=86400)]
 Some = Annotated[int, Field(ge=1)]
 
@@ -46,6 +47,7 @@ class Settings(BaseSettings):
     device: str = "auto"  # of the torch engine: auto, cpu, cuda, cuda:N
     exact: bool = False  # of the torch engine: a row's bits never depend on its batch
     quant: str | None = None  # of the torch engine: nf4, int8, w4
+    vllm_args: str = ""  # of the vllm engine: more of `vllm serve`'s own options, as a shell would write them
     drain_timeout: Seconds = 30.0
     keys: Path | None = None
     tls_certificate: Path | None = None

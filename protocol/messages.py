@@ -12,6 +12,7 @@ from paceline.protocol.sampling import Sampling, TokenId
 VERSION = 1
 GRAMMAR = "grammar"  # the feature of a cloud that keeps the text to the grammar of `open`
 BACKUP = "backup"  # the feature of a cloud that drafts with a model where it holds too little
+UNSEEDED = "unseeded"  # of a cloud whose text, above temperature 0, is drawn without the seed's noise
 SUBPROTOCOL = "paceline.v1"
 
 MAX_OPEN_BYTES = 4 * 1024 * 1024  # `open` carries a whole prompt; the transport's limit for a frame

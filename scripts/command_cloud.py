@@ -24,6 +24,9 @@ def cloud(
     device: options.Device = "auto",
     exact: options.Exact = False,
     quant: options.Quant = None,
+    vllm_args: Annotated[
+        str, typer.Option(help="vllm: its own options, as in '--tensor-parallel-size 2 --dtype bfloat16'.")
+    ] = "",
     width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
     verify_floor: options.VerifyFloor = 0.0,
     backup: Annotated[
@@ -66,6 +69,7 @@ def cloud(
     from paceline.cloud.serve import load_backup, load_engine, serve
     from paceline.cloud.server import tls_context
     from paceline.cloud.settings import Settings, effective, listing
+    from paceline.protocol.errors import PacelineError
     from paceline.scripts.local import READY, when_stdin_ends
     from paceline.scripts.models import cache_folder, resolve
     from paceline.scripts.pairs import backup_of, vocabulary_of
@@ -87,6 +91,13 @@ def cloud(
     else:
         with progress_bar(settings.model) as report:
             path = resolve(settings.model, cache_folder(), report)
+    if settings.engine == "vllm":
+        from paceline.cloud.vllm.launch import launch
+
+        assert path is not None
+        if stop_with_stdin:
+            raise PacelineError("vLLM is started by `paceline cloud --engine vllm`, and named with --url")
+        launch(settings, path)
     loaded = load_engine(settings, path)
     if not getattr(loaded, "exact", True):
         warning = (

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Thread
 
+from paceline.cloud.settings import READY as READY  # what its first line of output begins with
 from paceline.protocol.errors import PacelineError
-
-READY = "ready at "  # how the verifier's first line of output begins
 
 
 @contextmanager

@@ -38,7 +38,7 @@ VerifyFloor = Annotated[
 Exact = Annotated[bool, typer.Option("--exact", help="torch: a row's bits never depend on the rows beside it.")]
 Quant = Annotated[str | None, typer.Option(help="torch: weights in nf4, int8 or w4.")]
 Device = Annotated[str, typer.Option(help="torch: auto, cpu, cuda or cuda:N.")]
-Engine = Annotated[str, typer.Option(help="What runs the target: llamacpp or torch.")]
+Engine = Annotated[str, typer.Option(help="What runs the target: llamacpp, torch or vllm.")]
 
 
 def sampling(

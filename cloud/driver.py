@@ -1,0 +1,38 @@
+"""What runs the sessions of a house: the scheduler over an engine, or an engine that schedules by itself."""
+
+import asyncio
+from typing import Protocol
+
+from paceline.cloud.scheduler import Figures, Seat
+
+
+class Driver(Protocol):
+    figures: Figures
+    width: int  # nodes verified in one step, at most
+    floor: float  # seconds to which a step is paced
+    idle: asyncio.Event  # set while there are no sessions
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it drafts by itself, with a model, where an edge has sent too little."""
+        ...
+
+    def __len__(self) -> int:
+        """Sessions that run."""
+        ...
+
+    def add(self, seat: Seat) -> None:
+        """The session takes steps from now on, until it ends, fails or is removed."""
+        ...
+
+    def remove(self, seat: Seat) -> None:
+        """The session takes no more steps; nothing happens if it is not here."""
+        ...
+
+    def wake(self) -> None:
+        """Something arrived for a session."""
+        ...
+
+    async def run(self) -> None:
+        """Step for ever; ends by cancellation."""
+        ...
