@@ -207,9 +207,7 @@ async def roll(url: str) -> Figures:
     await until("answers on their way", lambda: crowd.running == SLOTS - 1)
     before = set(pids())
     await asyncio.to_thread(deploy, 1, 1)
-    seconds = await until(
-        "one replica", lambda: replicas() == 1 and not replicas("STOPPING") and not before & set(pids())
-    )
+    await until("one replica", lambda: replicas() == 1 and not replicas("STOPPING") and not before & set(pids()))
     answers = crowd.tally.answers
     await until("answers after it", lambda: crowd.tally.answers > answers + SLOTS)
     await crowd.end()

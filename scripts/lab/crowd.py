@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.edge.agent import ACK_EVERY, MAX_ROWS
 from paceline.edge.generation import NODES_LEFT, STREAMED
-from paceline.edge.planner import Horizon, Switch, patience, to_run, to_send
+from paceline.edge.planner import LEAST, SENT, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.rounds import NEXT_CHANCE
 from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.codec import decode_from_cloud, encode
@@ -23,6 +23,7 @@ from paceline.scripts.lab.book import Book, Page
 from paceline.scripts.lab.edges import EdgeCost
 from paceline.scripts.lab.virtual import MemoryChannel
 
+LIVE = (Phase.OPENING, Phase.RUNNING)
 NODES = 1024  # a session holds at the cloud, as the verifier's default
 
 
@@ -75,6 +76,7 @@ class CrowdEdge:
         events = self.session.receive(message)
         match message:
             case Opened():
+                self._send_nodes()
                 self._draft()
             case Commit():
                 self._committed(events)
@@ -88,6 +90,7 @@ class CrowdEdge:
         self.session = EdgeSession(case.prompt, case.sampling, len(case.text))
         tree, now = self.session.tree, self._loop.time()
         self._pages: dict[int, Page] = {tree.root: self._book.along[0]}
+        self._weight = {tree.root: tree.weight(tree.root)}
         self._frontier, self._unsent, self._busy = {tree.root}, set[int](), False
         self._horizon = Horizon(begun=now + self._one_way, step=self._step, missed=now + self._one_way)
         if self._drafts and self._step > 0:
@@ -95,6 +98,7 @@ class CrowdEdge:
             self.session.patience = self._horizon.patience = found
         self.diary.breaks.add(len(self.diary.commits))
         self._open()
+        self._draft()  # there is time to draft while it opens
 
     def _open(self) -> None:
         self._sid += 1
@@ -128,6 +132,7 @@ class CrowdEdge:
         self._pages = {n: page for n, page in self._pages.items() if tree.state(n) is State.LIVE}
         if tree.root not in self._pages:  # the target left the tree, or went where nothing was recorded
             self._pages[tree.root] = self._book.along[len(self.session.committed)]
+        self._weight[tree.root] = tree.weight(tree.root)
         self._frontier = {n for n in self._frontier if tree.state(n) is State.LIVE}
         if not tree.children(tree.root) and tree.position(tree.root) + 2 < self.session.max_tokens:
             self._frontier.add(tree.root)
@@ -138,13 +143,13 @@ class CrowdEdge:
 
     def _draft(self) -> None:
         """Begin a batch of rows, unless one is under way or none pays."""
-        if self._busy or not self._drafts or not self._switch.drafting or self.session.phase is not Phase.RUNNING:
+        if self._busy or not self._drafts or not self._switch.drafting or self.session.phase not in LIVE:
             return
         tree, row = self.session.tree, self._cost(1)
         if len(tree) + NODES_LEFT > NODES:
             return
         at = self._loop.time() + row + self._one_way
-        found = to_run(tree, self._horizon, self._frontier, at, row, MAX_ROWS)
+        found = to_run(tree, self._horizon, self._worth(self._frontier, LEAST), at, row, MAX_ROWS)
         if not found:
             return
         count = max(best_count([useful for useful, _ in found], self._step_cost), 1)
@@ -165,6 +170,7 @@ class CrowdEdge:
                 continue
             for token, chance in page.candidates:
                 child = tree.add(node, token, chance)
+                self._weight[child] = tree.weight(child)
                 self._unsent.add(child)
                 self._frontier.add(child)
                 if (below := page.next.get(token)) is not None:
@@ -172,12 +178,18 @@ class CrowdEdge:
         self._send_nodes()
         self._draft()
 
+    def _worth(self, nodes: Iterable[int], least: float) -> list[int]:
+        """Those whose reach is above `least`, which the planner would look at; cheaper, and most are not."""
+        weight, tree = self._weight, self.session.tree
+        bound = least + weight[tree.root]
+        return [n for n in nodes if weight[n] > bound]
+
     def _send_nodes(self) -> None:
-        if self.session.phase is not Phase.RUNNING or not self._unsent:
+        if self.session.phase is not Phase.RUNNING:
             return
         tree, arrival = self.session.tree, self._loop.time() + self._one_way
         ready: dict[int, None] = {}
-        for node in to_send(tree, self._horizon, sorted(self._unsent), arrival):
+        for node in to_send(tree, self._horizon, sorted(self._worth(self._unsent, SENT)), arrival):
             ready.update(dict.fromkeys(n for n in tree.path(node) if n in self._unsent))
         if not ready:
             return
