@@ -14,50 +14,25 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.ray_serve import NAME
 from paceline.edge.agent import Agent
-from paceline.edge.websocket import Address, SocketChannel
-from paceline.protocol.channel import Channel
-from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.messages import Commit, Hello, Message, Open, Opened
-from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.answers import Tally
 from paceline.scripts.chaos.kills import ask_until, free_port, real_agent
 from paceline.scripts.ray_app import app
+from paceline.scripts.visitor import Tagged, comes_back, dial
 
 SLOTS = 4  # sessions a replica runs
 LIMIT = 180.0  # seconds after which what did not happen is taken for a fault
 SETTINGS = {"engine": "toy", "slots": SLOTS, "verify_floor": 0.02, "drain_timeout": 5, "cpus": 0.1, "upscale_delay": 1}
 TOLD = ("going away", "going on elsewhere")  # how a link ends that was told to
 Figures = dict[str, Any]
-
-
-class Tagged(Address):
-    """An edge that says who it is."""
-
-    name = ""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-session-id": self.name}
-
-
-def dial(url: str, name: str) -> Callable[[], Awaitable[Channel]]:
-    address = Tagged(url)
-    object.__setattr__(address, "name", name)
-
-    async def connect() -> Channel:
-        return await SocketChannel.connect(address)
-
-    return connect
 
 
 @dataclass
@@ -74,7 +49,7 @@ class Crowd:
 
     def grow(self, count: int) -> None:
         for i in range(len(self.agents), count):
-            agent = real_agent(dial(self.url, f"edge-{i}"), i)
+            agent = real_agent(dial(Tagged(self.url, name=f"edge-{i}")), i)
             agent.link_down = self._noting(agent.link_down)  # type: ignore[method-assign]
             self.agents.append(agent)
             self._asking.append(asyncio.create_task(ask_until(self._done, agent, self.tally, i, 200)))
@@ -156,31 +131,6 @@ async def come_back(url: str) -> Figures:
     if not all(same):
         raise PacelineError(f"{same.count(False)} of {len(same)} edges came back to another replica")
     return {"edges": len(same), "same_replica": sum(same)}
-
-
-async def comes_back(url: str, name: str) -> bool:
-    token = ""
-    for _ in range(3):
-        channel = await dial(url, name)()
-        toy = ToyEngine().vocabulary
-        await channel.send(encode(Hello((1,), toy.name, toy.size, toy.fingerprint)))
-        opened = Open(sid=1, prompt=(1, 2), sampling=Sampling(), max_tokens=2000, resume=token)
-        await channel.send(encode(opened))
-        answer = await hear(channel, Opened)
-        assert isinstance(answer, Opened)
-        await hear(channel, Commit)
-        await channel.close()
-        if token and answer.resume != token:
-            return False
-        token = answer.resume
-    return True
-
-
-async def hear(channel: Channel, kind: type[Message]) -> Message:
-    async with asyncio.timeout(LIMIT):
-        while not isinstance(message := decode_from_cloud(await channel.receive()), kind):
-            pass
-    return message
 
 
 async def kill(url: str) -> Figures:

@@ -28,8 +28,8 @@ SHIPPED = [
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 
-def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+def documents(name: str = "kubernetes.yaml") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
@@ -88,7 +88,7 @@ def test_the_manifests_are_valid() -> None:
         pytest.skip("kubernetes-validate is not installed")
     import kubernetes_validate
 
-    for document in documents():
+    for document in [*documents(), *documents("ingress.yaml")]:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
     broken = documents()[2]
     broken["spec"]["replicas"] = "many"
