@@ -32,6 +32,7 @@ SLOTS = 4  # sessions a replica runs
 LIMIT = 180.0  # seconds after which what did not happen is taken for a fault
 SETTINGS = {"engine": "toy", "slots": SLOTS, "verify_floor": 0.02, "drain_timeout": 5, "cpus": 0.1, "upscale_delay": 1}
 TOLD = ("going away", "going on elsewhere")  # how a link ends that was told to
+CONFIG = (Path(__file__).resolve().parents[1] / "cloud" / "deploy" / "ray.yaml").read_text()
 Figures = dict[str, Any]
 
 
@@ -50,7 +51,7 @@ class Crowd:
     def grow(self, count: int) -> None:
         for i in range(len(self.agents), count):
             agent = real_agent(dial(Tagged(self.url, name=f"edge-{i}")), i)
-            agent.link_down = self._noting(agent.link_down)  # type: ignore[method-assign]
+            setattr(agent, "link_down", self._noting(agent.link_down))  # noqa: B010 - a method is replaced
             self.agents.append(agent)
             self._asking.append(asyncio.create_task(ask_until(self._done, agent, self.tally, i, 200)))
 
@@ -110,6 +111,16 @@ def deploy(least: int, most: int) -> None:
 
 
 # ---- the parts
+
+
+async def shipped(url: str) -> Figures:
+    """Ray takes the config file that is shipped, and the settings in it."""
+    from ray.serve.schema import ServeDeploySchema
+    from yaml import safe_load
+
+    [application] = ServeDeploySchema(**safe_load(CONFIG)).applications
+    made = app(application.args)._bound_deployment  # nothing is started
+    return {"max_ongoing_requests": made.max_ongoing_requests, "import_path": application.import_path}
 
 
 async def scale_up(url: str) -> Figures:
@@ -173,7 +184,7 @@ def figures(crowd: Crowd, **more: object) -> Figures:
     return {"edges": len(crowd.agents), "answers": crowd.tally.answers, "tokens": crowd.tally.tokens, **more}
 
 
-PARTS = (scale_up, come_back, kill, roll)
+PARTS = (shipped, scale_up, come_back, kill, roll)
 
 
 def main(out: Annotated[Path | None, typer.Option("--json", help="Keep the figures here.")] = None) -> None:
