@@ -12,11 +12,11 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from paceline.cloud import asgi
+from paceline.cloud.entrance import Entrance
 from paceline.cloud.front import Front
 from paceline.cloud.house import House
 from paceline.cloud.keys import Keys
@@ -31,7 +31,6 @@ from paceline.protocol.errors import EngineError
 from paceline.protocol.messages import UNSEEDED
 from paceline.protocol.vocabulary import Vocabulary
 
-PATHS = frozenset({"/healthz", "/readyz", "/v1/model", "/v1/vocabulary"})  # the other ones are vLLM's
 TURN = 0.05  # seconds between two looks whether vLLM's server has begun
 
 
@@ -48,7 +47,7 @@ class Door:
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: Any) -> None:
-        app.add_middleware(Entrance, door=self)
+        app.add_middleware(Entrance, ask=lambda: self.verifier)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         from vllm.v1.metrics.prometheus import get_prometheus_registry
@@ -61,29 +60,6 @@ class Door:
         self.verifier = asgi.Verifier(Front(house, vocabulary, keys))
         get_prometheus_registry().register(VerifierCollector(house))
         self._tasks.append(asyncio.create_task(_attend(house, state, args, self.settings.drain_timeout)))
-
-
-class Entrance:
-    """ASGI middleware: edges to the verifier, everybody else to vLLM's own app, if they have a key where one is needed."""
-
-    def __init__(self, app: Any, door: Door) -> None:
-        self._app, self._door = app, door
-
-    async def __call__(self, scope: asgi.Message, receive: asgi.Receive, send: asgi.Send) -> None:
-        verifier = self._door.verifier
-        if verifier is None or scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        ours = scope["path"] == "/" if scope["type"] == "websocket" else scope["path"] in PATHS
-        if ours or _locked(verifier.front, scope):
-            await verifier(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-def _locked(front: Front, scope: asgi.Message) -> bool:
-    page = front.answer(scope["path"], asgi.authorization(scope), websocket=scope["type"] == "websocket")
-    return page is not None and page.status is HTTPStatus.UNAUTHORIZED
 
 
 def _house(client: Any, settings: Settings) -> House:
