@@ -12,6 +12,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ class Door:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self.settings: Settings = effective({})[0]
         self.verifier: asgi.Verifier | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._tasks: list[asyncio.Task[None]] = []
@@ -52,14 +52,15 @@ class Door:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        house = _house(engine_client, self.settings)
+        settings, _ = effective({})
+        house = _house(engine_client, settings)
         model = model_folder(str(engine_client.model_config.model))
         vocabulary = await asyncio.to_thread(_vocabulary_file, model, Path(self._folder.name))
         house.vocabulary = await asyncio.to_thread(_vocabulary, model)
-        keys = Keys(self.settings.keys) if self.settings.keys is not None else None
+        keys = Keys(settings.keys) if settings.keys is not None else None
         self.verifier = asgi.Verifier(Front(house, vocabulary, keys))
         get_prometheus_registry().register(VerifierCollector(house))
-        self._tasks.append(asyncio.create_task(_attend(house, state, args, self.settings.drain_timeout)))
+        self._tasks.append(asyncio.create_task(_attend(house, state, args, settings.drain_timeout)))
 
 
 def _house(client: Any, settings: Settings) -> House:
@@ -95,8 +96,10 @@ def _generator(client: Any) -> Any:
 
     async def generate(session: CloudSession, name: str) -> AsyncGenerator[Output, None]:
         params = SamplingParams(**arguments(session), output_kind=RequestOutputKind.DELTA, skip_clone=True)
-        async for output in client.generate(TokensPrompt(prompt_token_ids=session.sequence), params, name):
-            yield output.outputs[0]
+        prompt = TokensPrompt(prompt_token_ids=session.sequence)
+        async with aclosing(client.generate(prompt, params, name)) as outputs:  # closed at once, which gives it up
+            async for output in outputs:
+                yield output.outputs[0]
 
     return generate
 
