@@ -7,11 +7,12 @@ import pytest
 from paceline.cloud import asgi
 from paceline.cloud.connection import House
 from paceline.cloud.engines.toy import ToyEngine
+from paceline.cloud.entrance import Entrance
 from paceline.cloud.front import Front
 from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.settings import Settings
-from paceline.cloud.vllm.door import Door, Entrance, model_folder
+from paceline.cloud.vllm.door import Door, model_folder
 from paceline.protocol.errors import EngineError
 from paceline.protocol.messages import SUBPROTOCOL
 from paceline.scripts.lab.virtual import run_engine
@@ -44,7 +45,9 @@ async def told(door: Door, path: str, key: str = "", kind: str = "http", **more:
         said.append(message)
 
     headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-    await Entrance(theirs, door)({"type": kind, "path": path, "headers": headers, **more}, receive, send)
+    await Entrance(theirs, lambda: door.verifier)(
+        {"type": kind, "path": path, "headers": headers, **more}, receive, send
+    )
     return said
 
 

@@ -129,3 +129,9 @@ def test_the_door_reads_the_settings_that_the_command_had(monkeypatch: pytest.Mo
         if name.startswith("PACELINE_CLOUD_"):
             monkeypatch.setenv(name, value)
     assert effective({})[0] == settings
+
+
+def test_a_bad_key_file_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("laptop short\n")
+    with pytest.raises(PacelineError, match="shorter than"):
+        launch.launch(Settings(keys=tmp_path / "keys"), tmp_path)

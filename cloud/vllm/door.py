@@ -12,11 +12,12 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
-from http import HTTPStatus
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from paceline.cloud import asgi
+from paceline.cloud.entrance import Entrance
 from paceline.cloud.front import Front
 from paceline.cloud.house import House
 from paceline.cloud.keys import Keys
@@ -31,7 +32,6 @@ from paceline.protocol.errors import EngineError
 from paceline.protocol.messages import UNSEEDED
 from paceline.protocol.vocabulary import Vocabulary
 
-PATHS = frozenset({"/healthz", "/readyz", "/v1/model", "/v1/vocabulary"})  # the other ones are vLLM's
 TURN = 0.05  # seconds between two looks whether vLLM's server has begun
 
 
@@ -42,48 +42,25 @@ class Door:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self.settings: Settings = effective({})[0]
         self.verifier: asgi.Verifier | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: Any) -> None:
-        app.add_middleware(Entrance, door=self)
+        app.add_middleware(Entrance, ask=lambda: self.verifier)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         from vllm.v1.metrics.prometheus import get_prometheus_registry
 
-        house = _house(engine_client, self.settings)
+        settings, _ = effective({})
+        house = _house(engine_client, settings)
         model = model_folder(str(engine_client.model_config.model))
         vocabulary = await asyncio.to_thread(_vocabulary_file, model, Path(self._folder.name))
         house.vocabulary = await asyncio.to_thread(_vocabulary, model)
-        keys = Keys(self.settings.keys) if self.settings.keys is not None else None
+        keys = Keys(settings.keys) if settings.keys is not None else None
         self.verifier = asgi.Verifier(Front(house, vocabulary, keys))
         get_prometheus_registry().register(VerifierCollector(house))
-        self._tasks.append(asyncio.create_task(_attend(house, state, args, self.settings.drain_timeout)))
-
-
-class Entrance:
-    """ASGI middleware: edges to the verifier, everybody else to vLLM's own app, if they have a key where one is needed."""
-
-    def __init__(self, app: Any, door: Door) -> None:
-        self._app, self._door = app, door
-
-    async def __call__(self, scope: asgi.Message, receive: asgi.Receive, send: asgi.Send) -> None:
-        verifier = self._door.verifier
-        if verifier is None or scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        ours = scope["path"] == "/" if scope["type"] == "websocket" else scope["path"] in PATHS
-        if ours or _locked(verifier.front, scope):
-            await verifier(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-def _locked(front: Front, scope: asgi.Message) -> bool:
-    page = front.answer(scope["path"], asgi.authorization(scope), websocket=scope["type"] == "websocket")
-    return page is not None and page.status is HTTPStatus.UNAUTHORIZED
+        self._tasks.append(asyncio.create_task(_attend(house, state, args, settings.drain_timeout)))
 
 
 def _house(client: Any, settings: Settings) -> House:
@@ -119,8 +96,10 @@ def _generator(client: Any) -> Any:
 
     async def generate(session: CloudSession, name: str) -> AsyncGenerator[Output, None]:
         params = SamplingParams(**arguments(session), output_kind=RequestOutputKind.DELTA, skip_clone=True)
-        async for output in client.generate(TokensPrompt(prompt_token_ids=session.sequence), params, name):
-            yield output.outputs[0]
+        prompt = TokensPrompt(prompt_token_ids=session.sequence)
+        async with aclosing(client.generate(prompt, params, name)) as outputs:  # closed at once, which gives it up
+            async for output in outputs:
+                yield output.outputs[0]
 
     return generate
 

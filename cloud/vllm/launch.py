@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.cloud.keys import Keys
+from paceline.cloud.server import tls_context
 from paceline.cloud.settings import PREFIX, Settings
 from paceline.cloud.vllm.mailbox import VARIABLE, Mailbox
 from paceline.protocol.errors import PacelineError
@@ -22,6 +24,10 @@ _FOREIGN = {"verify_floor": 0.0, "exact": False, "quant": None, "gpu_layers": 0,
 def launch(settings: Settings, model: Path) -> NoReturn:
     """Become vLLM, with the drafter and the door inside. Raises PacelineError where that cannot work."""
     command = arguments(settings, model)
+    if settings.keys is not None:
+        Keys(settings.keys)  # read now: what is wrong with it should not come after minutes of loading
+    if settings.tls_certificate is not None:
+        tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
     if importlib.util.find_spec("vllm") is None:
         raise PacelineError("the vllm engine needs vLLM: pip install 'paceline[vllm]'")
     mailbox = Mailbox.create(settings.slots)
