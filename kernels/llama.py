@@ -5,7 +5,6 @@ targets or trees: a row is (token, position, the sequence ids its KV cell belong
 """
 
 import ctypes
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -197,8 +196,3 @@ def check_gguf(path: Path) -> None:
         raise EngineError(f"{path}: {e.strerror or e}") from None
     if magic != b"GGUF":
         raise EngineError(f"{path}: not a GGUF file")
-
-
-def default_threads() -> int:
-    """Half of the cores this process may use: the other half is the other end's, where both run on one machine."""
-    return max(1, math.ceil(len(os.sched_getaffinity(0)) / 2) if hasattr(os, "sched_getaffinity") else 1)

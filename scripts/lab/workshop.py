@@ -71,9 +71,9 @@ class Workshop:
         if name != "native":
             return edge_named(name)
         if not self._native:
-            from paceline.edge.drafts.llamacpp import LlamaDraft
+            from paceline.edge.drafts.files import open_draft
 
-            draft = LlamaDraft(self.pair.draft, self.vocabulary, cells=512, threads=1)
+            draft = open_draft(self.pair.draft, self.vocabulary, cells=512, threads=1)
             self._native.append(fitted(draft.step_cost))
             draft.shut()
         return self._native[0]
