@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -73,14 +74,17 @@ def export(
     bits: of the layers' matrices, 4, 8, or 0 for as few as hold each exactly (8 where none do). target: a GGUF with the target's
     tokens, where the draft is a file that has none. Raises `WeightsError`, `DraftError`, `RecipeError` and `DiskError`.
     """
-    from .onnx_graph import CONTRIB, OPSET
-
     source = open_source(draft, target)
     if out.resolve() == draft.resolve():
         raise RecipeError(f"{out} is the draft itself: choose another folder with -o.")
     rounding = Rounding(bits)
     data = model_bytes(source, rounding, step)
-    report: dict[str, Any] = {"from": draft.name, "bits": bits or "exact", "opset": OPSET, "com.microsoft": CONTRIB}
+    report: dict[str, Any] = {
+        "from": draft.name,
+        "bits": bits or "exact",
+        "opset": _graphs().OPSET,
+        "com.microsoft": _graphs().CONTRIB,
+    }
     report |= {"bytes": len(data)} | rounding.report()
     out.mkdir(parents=True, exist_ok=True)
     with landing(out / folder.ONNX, needed=len(data)) as part:
@@ -121,15 +125,11 @@ def open_source(draft: Path, target: Path | None) -> Source:
 
 def model_bytes(source: Source, rounding: Rounding, step: Step = lambda done, total: None, **how: Any) -> bytes:
     """The draft as the bytes of an ONNX file. how: of `onnx_graph.Graph`. Raises `RecipeError` where it cannot be one."""
-    try:
-        from .onnx_graph import Graph
-    except ImportError as error:
-        raise RecipeError("Exporting to ONNX needs the onnx package: pip install 'paceline[onnx-export]'.") from error
     file = source.file
     shape = gguf_shape(file.metadata, file.path.name)
     if "rope_freqs.weight" in file.tensors:
         raise RecipeError(f"{file.path.name} scales its rotary positions by factors, which is not understood here yet.")
-    graph = Graph(shape, **how)
+    graph = _graphs().Graph(shape, **how)
     length = min(LONGEST, int(file.metadata.get(f"{file.metadata['general.architecture']}.context_length", LONGEST)))
     graph.rotations(length)
     rows = _decoder(graph, shape, file, rounding, step)
@@ -137,6 +137,15 @@ def model_bytes(source: Source, rounding: Rounding, step: Step = lambda done, to
     if (size := model.ByteSize()) > LARGEST:
         raise RecipeError(f"As ONNX this draft has {size:,} bytes; one file holds {LARGEST:,}. Take a smaller draft.")
     return bytes(model.SerializeToString())
+
+
+def _graphs() -> ModuleType:
+    """The module that needs the onnx package."""
+    try:
+        from . import onnx_graph
+    except ImportError as error:
+        raise RecipeError("Exporting to ONNX needs the onnx package: pip install 'paceline[onnx-export]'.") from error
+    return onnx_graph
 
 
 def _decoder(graph: Any, shape: Shape, file: GgufFile, rounding: Rounding, step: Step) -> int:
