@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from paceline.kernels.onnx_file import OnnxFile
 from paceline.protocol.errors import EngineError
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -67,6 +68,12 @@ class TokenMap:
         if len(rows) < target.size or rows.min() < 0 or rows.max() >= count:
             raise EngineError(f"{path}: its input map does not fit the target's vocabulary; the file is damaged")
         return cls(target.size, output, rows)
+
+    @classmethod
+    def of_file(cls, file: OnnxFile, target: Vocabulary) -> "TokenMap":
+        """As `of`, for a draft in ONNX."""
+        maps = (None if m is None else np.array(m, np.intp) for m in (file.token_map, file.input_map))
+        return cls.checked(file.path, file.name, file.layout.rows, file.fingerprint, *maps, target)
 
     def row(self, token: int) -> int:
         return token if self.input is None else int(self.input[token])

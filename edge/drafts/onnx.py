@@ -91,12 +91,10 @@ class OnnxDraft:
         Raises EngineError if the draft was not made for the vocabulary, its file is not sound or the provider is not there.
         """
         self._model = OnnxModel(path, provider=provider, threads=threads or default_threads())
-        file = self._model.file
-        self.name = file.name
+        self.name = self._model.file.name
         self.vocabulary = vocabulary
-        maps = (None if m is None else np.array(m, np.intp) for m in (file.token_map, file.input_map))
-        self._map = TokenMap.checked(file.path, file.name, file.layout.rows, file.fingerprint, *maps, vocabulary)
-        self._most = min(cells, file.layout.context)
+        self._map = TokenMap.of_file(self._model.file, vocabulary)
+        self._most = min(cells, self._model.layout.context)
         self._cache = Cache(self._model, min(GRAIN, self._most))
         self._free = list(range(self._cache.cells))  # a heap: the lowest first, so that the cache stays short
         self._generations: dict[int, Generation] = {}
