@@ -13,7 +13,8 @@ from pathlib import Path
 
 from paceline.edge.agent import Agent
 from paceline.edge.delay import DelayedChannel
-from paceline.edge.draft import Draft, Extended
+from paceline.edge.draft import Extended
+from paceline.edge.drafts.files import open_draft
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
@@ -26,7 +27,7 @@ class Settings:
     """What an agent on this machine needs.
 
     The next of `addresses` is tried whenever one cannot be reached. `round_trip` seconds are added to the link, for trying
-    things out.
+    things out. `provider` runs an ONNX draft.
     """
 
     addresses: tuple[Address, ...]
@@ -37,12 +38,15 @@ class Settings:
     round_trip: float = 0.0
     attempts: int | None = 8
     predictor: bool = True
+    provider: str | None = None
 
 
 @asynccontextmanager
 async def running_agent(settings: Settings, text: Text, policy: Policy) -> AsyncIterator[Agent]:
     """An agent with its link coming up; the predictor's table is kept for the next run."""
-    draft = _draft(settings, text) if policy.drafts and settings.draft is not None else None
+    draft = None
+    if policy.drafts and settings.draft is not None:
+        draft = open_draft(settings.draft, text.vocabulary, threads=settings.threads, provider=settings.provider)
     predictor = Predictor(enabled=settings.predictor)
     table = settings.cache / "predictor" / f"{_pair(settings, text)}.json"
     predictor.load(table)
@@ -76,13 +80,6 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
 async def _connect(address: Address, round_trip: float) -> Channel:
     channel = await SocketChannel.connect(address)
     return DelayedChannel(channel, round_trip) if round_trip else channel
-
-
-def _draft(settings: Settings, text: Text) -> Draft:
-    from paceline.edge.drafts.llamacpp import LlamaDraft
-
-    assert settings.draft is not None
-    return LlamaDraft(settings.draft, text.vocabulary, threads=settings.threads)
 
 
 def _pair(settings: Settings, text: Text) -> str:

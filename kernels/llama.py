@@ -5,7 +5,6 @@ targets or trees: a row is (token, position, the sequence ids its KV cell belong
 """
 
 import ctypes
-import math
 import mmap
 import os
 from collections.abc import Sequence
@@ -243,8 +242,3 @@ def _advise(begin: int, size: int) -> None:
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.madvise(begin, size, mmap.MADV_DONTNEED)
-
-
-def default_threads() -> int:
-    """Half of the cores this process may use: the other half is the other end's, where both run on one machine."""
-    return max(1, math.ceil(len(os.sched_getaffinity(0)) / 2) if hasattr(os, "sched_getaffinity") else 1)

@@ -11,12 +11,16 @@ A draft that says nothing is taken as it is if its own vocabulary is the target'
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from paceline.kernels.llama import Model
+from paceline.kernels.onnx_file import OnnxFile
 from paceline.protocol.errors import EngineError
 from paceline.protocol.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from paceline.kernels.llama import Model
 
 FINGERPRINT, OUTPUT, INPUT = "paceline.target_fingerprint", "paceline.token_map", "paceline.input_map"
 
@@ -30,31 +34,46 @@ class TokenMap:
     input: npt.NDArray[np.intp] | None
 
     @classmethod
-    def of(cls, model: Model, target: Vocabulary) -> "TokenMap":
+    def of(cls, model: "Model", target: Vocabulary) -> "TokenMap":
         """The map of a draft for this target. Raises EngineError, naming both, if the draft was not made for it."""
         made_for = model.metadata(FINGERPRINT)
         own = made_for or Vocabulary.of(model.name, model.tokens()).fingerprint
-        if own != target.fingerprint:
-            text = (
-                f"the draft {model.name!r} ({model.path.name}) has another vocabulary than the target {target.name!r}"
-            )
+        maps = _arrays(model.path) if made_for else (None, None)
+        return cls.checked(model.path, model.name, model.rows, own, *maps, target)
+
+    @classmethod
+    def checked(
+        cls,
+        path: Path,
+        name: str,
+        count: int,
+        fingerprint: str,
+        output: npt.NDArray[np.intp] | None,
+        rows: npt.NDArray[np.intp] | None,
+        target: Vocabulary,
+    ) -> "TokenMap":
+        """The map of the draft `name` of `count` rows that states its vocabulary's fingerprint and maps. Raises as `of` does."""
+        if fingerprint != target.fingerprint:
+            text = f"the draft {name!r} ({path.name}) has another vocabulary than the target {target.name!r}"
             raise EngineError(f"{text}: use a draft made for this target")
-        output, rows = _arrays(model.path) if made_for else (None, None)
         if output is None:
+            if count < target.size:
+                raise EngineError(f"{path}: it has {count} rows for {target.size} tokens; the file is damaged")
             return cls(target.size, None, None)
-        if (
-            len(output) != model.rows
-            or output.min() < 0
-            or output.max() >= target.size
-            or len(set(output)) != len(output)
-        ):
-            raise EngineError(f"{model.path}: its token map does not fit its {model.rows} rows; the file is damaged")
+        if len(output) != count or output.min() < 0 or output.max() >= target.size or len(set(output)) != len(output):
+            raise EngineError(f"{path}: its token map does not fit its {count} rows; the file is damaged")
         if rows is None:
             rows = np.zeros(target.size, np.intp)
             rows[output] = np.arange(len(output))
-        if len(rows) < target.size or rows.min() < 0 or rows.max() >= model.rows:
-            raise EngineError(f"{model.path}: its input map does not fit the target's vocabulary; the file is damaged")
+        if len(rows) < target.size or rows.min() < 0 or rows.max() >= count:
+            raise EngineError(f"{path}: its input map does not fit the target's vocabulary; the file is damaged")
         return cls(target.size, output, rows)
+
+    @classmethod
+    def of_file(cls, file: OnnxFile, target: Vocabulary) -> "TokenMap":
+        """As `of`, for a draft in ONNX."""
+        maps = (None if m is None else np.array(m, np.intp) for m in (file.token_map, file.input_map))
+        return cls.checked(file.path, file.name, file.layout.rows, file.fingerprint, *maps, target)
 
     def row(self, token: int) -> int:
         return token if self.input is None else int(self.input[token])

@@ -1,4 +1,4 @@
-"""`paceline draft`: build, distil, evaluate and check drafts. Parses and prints; the work is imported when needed."""
+"""`paceline draft`: build, distil, evaluate, export and check drafts. Parses and prints; the work is imported when needed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import typer
 from paceline.protocol.errors import PacelineError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, help="Make, train, measure and check 4-bit drafts.")
 console = Console(stderr=True)
@@ -118,6 +120,28 @@ def evaluate(
         options = measure.Options(per_category, tokens, trips, verify / 1000, threads, temperature)
         result = measure.evaluate(target, draft, prompts, options, cache, step)
     typer.echo(json.dumps(result, indent=2) if as_json else measure.table(result))
+
+
+@app.command()
+def export(
+    draft: Annotated[Path, typer.Argument(help="A draft folder, or a .gguf file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder of the draft to be made.")],
+    form: Annotated[str, typer.Option("--format", help="onnx: for ONNX Runtime.")] = "onnx",
+    bits: Annotated[str, typer.Option(help="Of each matrix: 4, 8, or exact, as few as hold it exactly.")] = "exact",
+    target: Annotated[
+        Path | None, typer.Option(help="The target's .gguf file, where DRAFT is a file without a vocabulary.")
+    ] = None,
+) -> None:
+    """Write a draft for another runtime, and say what its values lost."""
+    from . import onnx_export
+
+    with guarded(), bar("exporting") as step:
+        if form not in onnx_export.FORMATS:
+            raise RecipeError(f"There is no --format {form}; there is {', '.join(onnx_export.FORMATS)}.")
+        if bits not in onnx_export.BITS:
+            raise RecipeError(f"--bits is {', '.join(onnx_export.BITS)}, not {bits}.")
+        report = onnx_export.export(draft, out, onnx_export.BITS[bits], target, step)
+    typer.echo(json.dumps(report, indent=2))
 
 
 @app.command()

@@ -17,7 +17,7 @@ from . import build as making
 from . import distil, export, folder, store, vocab
 from . import text as own_text
 from .decoder import EMBEDDING, Shape
-from .errors import RecipeError
+from .errors import DraftError, RecipeError
 from .grids import GRIDS, Q8_0
 from .report import rounding_errors
 from .requantise import Kind, requantise
@@ -207,5 +207,7 @@ def write_vocabulary(target: Target, source: Path, out: Path) -> None:
 
 
 def draft_file(path: Path) -> Path:
-    """The GGUF of a draft folder, or the path itself when it is a file."""
+    """The GGUF of a draft folder, or the path itself when it is a file. Raises `DraftError` for an ONNX draft."""
+    if (path / folder.ONNX).exists() or path.suffix == ".onnx":
+        raise DraftError(f"{path} is an ONNX draft; this is done with the GGUF draft that it was exported from.")
     return path / folder.DRAFT if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""A draft as a folder: draft.gguf, the target's vocabulary, and draft.json that says whose draft it is and how it was made.
+"""A draft as a folder: draft.gguf or draft.onnx, the target's vocabulary, and draft.json: whose draft it is and how it was made.
 
 Reading and checking need neither torch nor llama.cpp, so that the device can do both.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from paceline.kernels.onnx_file import read_onnx
 from paceline.protocol.vocabulary import Vocabulary, fingerprint
 
 from .errors import DraftError
@@ -19,7 +21,8 @@ from .gguf_file import GgufFile
 from .hf_folder import folder_tokens
 from .landing import landing
 
-DRAFT, VOCABULARY, TOKENIZER, CARD = "draft.gguf", "vocab.gguf", "tokenizer.json", "draft.json"
+DRAFT, ONNX = "draft.gguf", "draft.onnx"  # one of the two
+VOCABULARY, TOKENIZER, CARD = "vocab.gguf", "tokenizer.json", "draft.json"
 FORMAT = 1
 
 
@@ -43,7 +46,7 @@ def digest(path: Path) -> str:
 
 def write_card(folder: Path, card: Card) -> None:
     """Write draft.json in one step, the digests of the files there taken anew."""
-    card.files = {n: digest(folder / n) for n in (DRAFT, VOCABULARY, TOKENIZER) if (folder / n).exists()}
+    card.files = {n: digest(folder / n) for n in (DRAFT, ONNX, VOCABULARY, TOKENIZER) if (folder / n).exists()}
     with landing(folder / CARD) as part:
         part.write_text(json.dumps(asdict(card), indent=2) + "\n", encoding="utf-8")
 
@@ -76,9 +79,16 @@ def vocabulary_tokens(folder: Path) -> list[str]:
     raise DraftError(f"{folder} carries no vocabulary ({VOCABULARY} or {TOKENIZER}).")
 
 
+def model_name(folder: Path, card: Card) -> str:
+    """The file of the folder that holds the model."""
+    named = [n for n in (DRAFT, ONNX) if n in card.files]
+    if len(named) != 1:
+        raise DraftError(f"{folder / CARD} names {len(named)} of {DRAFT} and {ONNX}; a draft is one of them.")
+    return named[0]
+
+
 def check_files(folder: Path, card: Card) -> None:
-    if DRAFT not in card.files:
-        raise DraftError(f"{folder / CARD} does not name {DRAFT}.")
+    model_name(folder, card)
     for name, expected in card.files.items():
         if Path(name).name != name or not (folder / name).is_file():
             raise DraftError(f"{folder} lacks {name}, which its card names.")
@@ -88,9 +98,13 @@ def check_files(folder: Path, card: Card) -> None:
 
 def check_maps(file: GgufFile, vocabulary_size: int) -> None:
     """The rows of a draft name distinct tokens of the target, and every token has a row that stands for it."""
-    name = file.path.name
     rows = file.info("token_embd.weight").shape[0]
-    token_map, input_map = file.metadata.get("paceline.token_map"), file.metadata.get("paceline.input_map")
+    maps = file.metadata.get("paceline.token_map"), file.metadata.get("paceline.input_map")
+    check_rows(file.path.name, rows, *maps, vocabulary_size)
+
+
+def check_rows(name: str, rows: int, token_map: Any, input_map: Any, vocabulary_size: int) -> None:
+    """As `check_maps`, of the draft `name` with so many rows."""
     if token_map is None:
         if not vocabulary_size <= rows:
             raise DraftError(f"{name} has {rows:,} rows and no token map, its target {vocabulary_size:,} tokens.")
@@ -120,8 +134,19 @@ def verify(folder: Path, against: Vocabulary | None = None) -> Card:
         raise DraftError(f"{folder}: the vocabulary in it is not the one its card states ({stated.name}).")
     if against is not None and against.fingerprint != stated.fingerprint:
         raise DraftError(f"{folder} is a draft for {stated.name}, not for {against.name}: their tokens differ.")
-    draft = GgufFile(folder / DRAFT)
-    if draft.metadata.get("paceline.target_fingerprint") != stated.fingerprint:
-        raise DraftError(f"{folder / DRAFT} was made for another target than its card states ({stated.name}).")
-    check_maps(draft, stated.size)
+    path = folder / model_name(folder, card)
+    if path.name == ONNX:
+        found = read_onnx(path)
+        check_rows(ONNX, found.layout.rows, _array(found.token_map), _array(found.input_map), stated.size)
+        made_for = found.fingerprint
+    else:
+        draft = GgufFile(path)
+        check_maps(draft, stated.size)
+        made_for = str(draft.metadata.get("paceline.target_fingerprint"))
+    if made_for != stated.fingerprint:
+        raise DraftError(f"{path} was made for another target than its card states ({stated.name}).")
     return card
+
+
+def _array(numbers: list[int] | None) -> NDArray[np.int64] | None:
+    return None if numbers is None else np.array(numbers, np.int64)

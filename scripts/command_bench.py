@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cloud.bench_engine import command as engine_command
+from paceline.scripts.command_drafts import drafts
 from paceline.scripts.command_order import order
 from paceline.scripts.command_overhead import overhead
 from paceline.scripts.lab.cli import app
@@ -25,6 +26,7 @@ def _make(engine: str, model: Path, *, exact: bool, quant: str | None, device: s
     return load_engine(Settings(engine=engine, exact=exact, quant=quant, device=device, slots=64), model)
 
 
+app.command("drafts")(drafts)
 app.command("engine")(engine_command(_resolve, _make))
 app.command("load")(load)
 app.command("order")(order)

@@ -51,6 +51,7 @@ def chat(
         bool, typer.Option("--resume", help="Go on with the answer during which this command was killed.")
     ] = False,
     threads: options.Threads = None,
+    provider: options.Provider = None,
     rtt: options.RoundTrip = 0.0,
     verify_floor: options.VerifyFloor = 0.0,
 ) -> None:
@@ -78,7 +79,9 @@ def chat(
     choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, alone=offline is not None)
     with verifier(choice) as place:
         attempts = None if offline else ATTEMPTS
-        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts)
+        settings = Settings(
+            place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts, provider=provider
+        )
         conversation = Conversation(params, max_tokens, system)
         shown = Shown(stats, color, optimistic, offline is not None, resume)
         asyncio.run(_talk(settings, policy, conversation, prompt, shown))

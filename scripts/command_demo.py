@@ -26,6 +26,7 @@ def demo(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     threads: options.Threads = None,
+    provider: options.Provider = None,
     width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines for people.")] = False,
 ) -> None:
@@ -51,6 +52,6 @@ def demo(
     with local_verifier(arguments) as url:
         question = Question(prompt, params, max_tokens)
         vocabulary = vocabulary_of(files.target)
-        result = asyncio.run(compare(url, vocabulary, files.draft, policy, question, rtt, threads))
+        result = asyncio.run(compare(url, vocabulary, files.draft, policy, question, rtt, threads, provider))
     result |= {"policy": policy, "rtt": rtt, "verify_floor": verify_floor, "seed": params.seed, "engine": engine}
     typer.echo(json.dumps(result, ensure_ascii=False) if as_json else as_lines(result))

@@ -40,6 +40,7 @@ def edge(
     draft: options.Draft = None,
     policy: options.PolicyName = "stream",
     threads: options.Threads = None,
+    provider: options.Provider = None,
     rtt: options.RoundTrip = 0.0,
     verify_floor: options.VerifyFloor = 0.0,
     stop_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
@@ -63,7 +64,16 @@ def edge(
     door = (url or (), key, insecure, authority, certificate)
     choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, remembered=True)
     with verifier(choice) as place:
-        settings = Settings(place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts=None)
+        settings = Settings(
+            place.addresses,
+            place.vocabulary,
+            place.draft,
+            cache_folder(),
+            threads,
+            rtt,
+            attempts=None,
+            provider=provider,
+        )
         asyncio.run(_serve(settings, policy, host, port, name, keys, origin or [], patience, stop_with_stdin))
 
 

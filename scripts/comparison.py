@@ -36,11 +36,18 @@ class Answer:
 
 
 async def compare(
-    url: str, vocabulary: Path, draft: Path | None, policy: str, question: Question, rtt: float, threads: int | None
+    url: str,
+    vocabulary: Path,
+    draft: Path | None,
+    policy: str,
+    question: Question,
+    rtt: float,
+    threads: int | None,
+    provider: str | None = None,
 ) -> dict[str, Any]:
     """Ask plainly, then with `policy`; figures of the second, and both texts."""
     text = Text(vocabulary)
-    settings = Settings((Address(url),), vocabulary, draft, cache_folder(), threads, rtt, attempts=3)
+    settings = Settings((Address(url),), vocabulary, draft, cache_folder(), threads, rtt, attempts=3, provider=provider)
     async with running_agent(settings, text, policy_named("ar")) as agent:
         plain = await answer(agent, text, question)
     async with running_agent(settings, text, policy_named(policy)) as agent:

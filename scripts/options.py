@@ -19,7 +19,10 @@ Certificate = Annotated[Path | None, typer.Option(help="This device's own certif
 Local = Annotated[bool, typer.Option("--local", help="Start a verifier on this machine for as long as this runs.")]
 Pair = Annotated[str, typer.Option(help="A target and its draft by one name: smollm2, smollm2-self.")]
 Target = Annotated[str | None, typer.Option(help="The target: alias, GGUF file, folder or hf:org/name; with --draft.")]
-Draft = Annotated[str | None, typer.Option(help="The draft for --target: alias, GGUF file or hf:org/name:file.gguf.")]
+Draft = Annotated[
+    str | None, typer.Option(help="The draft for --target: alias, GGUF file, draft folder or hf:org/name:file.gguf.")
+]
+Provider = Annotated[str | None, typer.Option(help="What runs an ONNX draft: cpu, cuda or tensorrt.")]
 PolicyName = Annotated[
     str, typer.Option("--policy", help="stream: draft here, verify there; ar: the cloud decodes alone.")
 ]

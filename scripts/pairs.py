@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 from paceline.protocol.errors import PacelineError
-from paceline.quant.folder import CARD, DRAFT, VOCABULARY, verify
+from paceline.quant.folder import CARD, ONNX, VOCABULARY, model_name, verify
 from paceline.scripts.catalogue import PAIRS
 from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, resolve_pair
 from paceline.scripts.progress import progress_bar
@@ -49,11 +49,13 @@ def vocabulary_beside(pair: str, draft: str | None) -> Path:
 
 
 def _draft_file(draft: str) -> Path:
-    """A draft by name, file, or the folder that `paceline draft build` makes, which is checked."""
-    folder = Path(draft).expanduser()
+    """A draft by name, file, or the folder that `paceline draft` makes, which is checked; so is that of an ONNX file."""
+    path = Path(draft).expanduser()
+    folder = path.parent if path.name == ONNX else path
     if (folder / CARD).is_file():
-        verify(folder)
-        return folder / DRAFT
+        return folder / model_name(folder, verify(folder))
+    if path.suffix == ".onnx":
+        raise PacelineError(f"{draft} is not in a draft folder: make one with `paceline draft export --format onnx`")
     with progress_bar(draft) as report:
         return resolve(draft, cache_folder(), report)
 

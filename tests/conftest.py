@@ -53,3 +53,16 @@ def gemma3_path() -> Path:
 def smollm2_rounded_path(smollm2_path: Path) -> Path:
     """SmolLM2 requantised by llama.cpp's own quantiser, made once into this user's cache."""
     return resolve_pair("smollm2-rounded", cache_folder()).draft
+
+
+@pytest.fixture(scope="session")
+def smollm2_onnx_path(
+    smollm2_path: Path, smollm2_draft_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The default draft of SmolLM2 for ONNX Runtime, exported from its GGUF."""
+    pytest.importorskip("onnx")
+    from paceline.quant.onnx_export import export
+
+    out = tmp_path_factory.mktemp("onnx") / "draft"
+    export(smollm2_draft_path, out, target=smollm2_path)
+    return out / "draft.onnx"

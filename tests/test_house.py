@@ -20,7 +20,7 @@ LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "kernels": {"protocol"},
     "quant": {"protocol", "kernels"},
-    "edge": {"protocol", "kernels.llama", "kernels.token_map"},
+    "edge": {"protocol", "kernels.llama", "kernels.onnx_session", "kernels.threads", "kernels.token_map"},
     "cloud": {"protocol", "kernels", "quant"},
     "scripts": {"protocol", "kernels", "quant", "edge", "cloud"},
 }
@@ -33,7 +33,7 @@ NEVER = {
 #: Heavy or optional: never imported by merely importing a package's modules, except the modules that are made for one.
 TORCH = "batch|checkpoint|gguf_file|graphs|kv|loader|logprobs|model|pages|product|quantised|random_checkpoint"
 TORCH += "|torch_target|witness"  # modules of the torch engine in cloud/
-OPTIONAL = ["torch", "triton", "llama_cpp", "bitsandbytes", "transformers"]
+OPTIONAL = ["torch", "triton", "llama_cpp", "bitsandbytes", "transformers", "onnxruntime", "onnx"]
 
 
 def sources(package: str) -> list[Path]:
@@ -106,6 +106,7 @@ def import_without(package: str, blocked: list[str]) -> subprocess.CompletedProc
     bound = {
         "torch": rf"kernels/|quant/|scripts/gpu_check|cloud/({TORCH})\.py|cloud/engines/torch",
         "llama_cpp": r"llama|scripts/lab/(?!cli|command_)",
+        "onnxruntime": r"kernels/onnx_session|edge/drafts/onnx",
     }
     skip = re.compile("|".join(bound[name] for name in blocked if name in bound) or "$^")
     names = [module_name(path) for path in sources(package) if not skip.search(path.relative_to(ROOT).as_posix())]
@@ -119,7 +120,7 @@ def import_without(package: str, blocked: list[str]) -> subprocess.CompletedProc
     ("package", "blocked"),
     [
         ("protocol", OPTIONAL),
-        ("edge", ["torch", "triton", "bitsandbytes", "transformers"]),
+        ("edge", ["torch", "triton", "bitsandbytes", "transformers", "onnx"]),
         ("edge", OPTIONAL),
         ("cloud", OPTIONAL),
         ("scripts", OPTIONAL),

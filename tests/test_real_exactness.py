@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from paceline.cloud.engines.llamacpp import LlamaEngine
-from paceline.edge.drafts.llamacpp import LlamaDraft
+from paceline.edge.drafts.files import FileDraft, open_draft
 from paceline.edge.generation import Generation
 from paceline.edge.text import Text
 from paceline.protocol.sampling import Sampling
@@ -55,16 +55,19 @@ def text(smollm2_path: Path) -> Text:
     return Text(smollm2_path)
 
 
-@pytest.fixture(scope="module")
-def draft(smollm2_draft_path: Path, text: Text) -> Iterator[LlamaDraft]:
-    made = LlamaDraft(smollm2_draft_path, text.vocabulary, threads=1)
+@pytest.fixture(scope="module", params=["llamacpp", "onnx"])
+def draft(request: pytest.FixtureRequest, text: Text) -> Iterator[FileDraft]:
+    name = {"llamacpp": "smollm2_draft_path", "onnx": "smollm2_onnx_path"}[request.param]
+    if request.param == "onnx":
+        pytest.importorskip("onnxruntime")
+    made = open_draft(request.getfixturevalue(name), text.vocabulary, threads=1)
     made.step_cost = [(1, 0.005), (2, 0.0055), (8, 0.0085)]  # in virtual time it costs what `draft_runner` says
     yield made
     made.shut()
 
 
 def speculate(
-    engine: LlamaEngine, draft: LlamaDraft, prompts: list[list[int]], sampling: Sampling, count: int, stop: list[int]
+    engine: LlamaEngine, draft: FileDraft, prompts: list[list[int]], sampling: Sampling, count: int, stop: list[int]
 ) -> list[tuple[list[int], Generation, int]]:
     """Per prompt, answered side by side in pairs: tokens, what happened, bytes up a token of the whole run."""
 
@@ -87,7 +90,7 @@ def speculate(
 
 @pytest.mark.parametrize("question", OWN)
 def test_the_text_is_what_the_target_writes_alone(
-    question: str, plain: PlainModel, engine: LlamaEngine, draft: LlamaDraft, text: Text
+    question: str, plain: PlainModel, engine: LlamaEngine, draft: FileDraft, text: Text
 ) -> None:
     prompt, sampling = text.prompt([{"role": "user", "content": question}]), OWN[question]
     expected, _ = plain.text(prompt, sampling, 40, text.end_tokens)
@@ -112,7 +115,7 @@ def benchmark_prompts() -> list[str]:
     "sampling", [GREEDY, SEEDED, FILTERED, PENALISED], ids=["greedy", "seeded", "filtered", "penalised"]
 )
 def test_forty_benchmark_prompts(
-    sampling: Sampling, plain: PlainModel, engine: LlamaEngine, draft: LlamaDraft, text: Text
+    sampling: Sampling, plain: PlainModel, engine: LlamaEngine, draft: FileDraft, text: Text
 ) -> None:
     questions = benchmark_prompts()
     prompts = [text.prompt([{"role": "user", "content": q}])[-160:] for q in questions]

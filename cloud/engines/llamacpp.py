@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 from paceline.cloud.engine import Logits, Work, walk
-from paceline.kernels.llama import Context, Model, default_threads
+from paceline.kernels.llama import Context, Model
+from paceline.kernels.threads import default_threads
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
 from paceline.protocol.tokens import common_prefix

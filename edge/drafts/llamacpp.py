@@ -17,7 +17,8 @@ import numpy.typing as npt
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Extended, Row
 from paceline.edge.drafts.room import Room
-from paceline.kernels.llama import Model, default_threads
+from paceline.kernels.llama import Model
+from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
 from paceline.protocol.errors import EngineError
 from paceline.protocol.tokens import common_prefix

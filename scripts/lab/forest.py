@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from paceline.kernels.llama import MAX_SEQUENCES, Context, Model, default_threads
+from paceline.kernels.llama import MAX_SEQUENCES, Context, Model
+from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
 from paceline.protocol.errors import EngineError
 from paceline.protocol.tokens import common_prefix

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from paceline.cloud.engine import Work
 from paceline.cloud.engines.llamacpp import LlamaEngine, Slot
 from paceline.edge.draft import Choice, Row
-from paceline.edge.drafts.llamacpp import LlamaDraft
+from paceline.edge.drafts.files import FileDraft, open_draft
 from paceline.edge.text import Text
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.sampling import Sampling, choose
@@ -59,7 +59,7 @@ class Watched(LlamaEngine):
 
 def measure(target: Path, draft: Path, text: Text, questions: Sequence[str], tokens: int) -> dict[bool, Order]:
     """By `keep_order`. Each question's first `tokens` tokens, greedily."""
-    speculator = LlamaDraft(draft, text.vocabulary, threads=1)
+    speculator = open_draft(draft, text.vocabulary, threads=1)
     found = {}
     for keep_order in (True, False):
         engine = Watched(target, threads=1, slots=2, keep_order=keep_order)
@@ -87,7 +87,7 @@ def _plain(engine: Watched, prompt: list[int], tokens: int) -> list[tuple[int, L
 
 
 def _compare(
-    engine: Watched, draft: LlamaDraft, prompt: list[int], plain: list[tuple[int, Logits]], order: Order
+    engine: Watched, draft: FileDraft, prompt: list[int], plain: list[tuple[int, Logits]], order: Order
 ) -> None:
     handle, text = engine.open([-1]), [t for t, _ in plain]
     done = 0
@@ -111,7 +111,7 @@ def _compare(
     engine.close(handle)
 
 
-def _tree(draft: LlamaDraft, sequence: list[int]) -> Plan:
+def _tree(draft: FileDraft, sequence: list[int]) -> Plan:
     """The draft's likeliest chain, runners-up first at the end of the batch, as a verifier's plan has it."""
     handle = draft.open(sequence)
     tokens: list[int] = []

@@ -25,7 +25,7 @@ from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import start
 from paceline.edge.agent import Agent
-from paceline.edge.drafts.llamacpp import LlamaDraft
+from paceline.edge.drafts.files import FileDraft, open_draft
 from paceline.edge.generation import Generation
 from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
@@ -125,7 +125,7 @@ class CloudThread:
 
 
 @asynccontextmanager
-async def _edge(draft: LlamaDraft, text: Text, thread: Thread, port: int) -> AsyncIterator[Agent]:
+async def _edge(draft: FileDraft, text: Text, thread: Thread, port: int) -> AsyncIterator[Agent]:
     async def connect() -> Channel:
         return await SocketChannel.connect(Address(f"ws://127.0.0.1:{port}"))
 
@@ -150,7 +150,7 @@ class Overhead:
 
 
 async def _measure(
-    cloud: CloudThread, draft: LlamaDraft, text: Text, question: str, sampling: Sampling, max_tokens: int
+    cloud: CloudThread, draft: FileDraft, text: Text, question: str, sampling: Sampling, max_tokens: int
 ) -> Overhead:
     thread = Thread("draft")
     prompt = text.prompt([{"role": "user", "content": question}])
@@ -182,7 +182,7 @@ def measure(
 ) -> list[Overhead]:
     """One answer to each question, each step of the verifier paced to `floor` seconds. Sums are of CPU seconds."""
     text, cloud = Text(vocabulary), CloudThread(target, floor)
-    model = LlamaDraft(draft, text.vocabulary, threads=1, clock=time.thread_time)
+    model = open_draft(draft, text.vocabulary, threads=1, clock=time.thread_time)
     try:
         return [asyncio.run(_measure(cloud, model, text, q, sampling, max_tokens)) for q in questions]
     finally:
