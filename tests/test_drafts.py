@@ -98,6 +98,13 @@ def _plain_onnx(path: Path) -> Plain:
     return PlainOnnx(path)
 
 
+def whole(draft: AnyDraft) -> AnyDraft:
+    """With all the room it may have, as llama.cpp's begins small."""
+    if isinstance(draft, LlamaDraft):
+        draft._room.grow([])
+    return draft
+
+
 def leftovers(draft: AnyDraft) -> int:
     """What is neither free nor part of a generation's text, once all generations are closed: sequence ids, or cells."""
     if isinstance(draft, LlamaDraft):
@@ -246,8 +253,7 @@ def test_when_the_sequence_ids_run_out_rows_are_left_out_and_come_back(load: Cal
     draft = load(2048)
     if not isinstance(draft, LlamaDraft):
         pytest.skip("a node costs a cell alone, and a full cache is said as such")
-    grower = Grower(draft, PROMPT)
-    draft._room.grow([0])  # so that there is no larger room
+    grower = Grower(whole(draft), PROMPT)
     grower.run([grower.tree.root], fan_out=8)
     refused = 0
     for _ in range(20):  # eight branches a node: 255 ids are soon gone
@@ -262,9 +268,17 @@ def test_when_the_sequence_ids_run_out_rows_are_left_out_and_come_back(load: Cal
     grower.close()
 
 
-def test_the_room_grows_when_its_sequence_ids_run_out(load: Callable[..., LlamaDraft], plain: PlainModel) -> None:
-    """The text stays cached; the rows that found no room then do."""
+@pytest.fixture
+def roomy(load: Callable[..., AnyDraft]) -> LlamaDraft:
     draft = load(2048)
+    if not isinstance(draft, LlamaDraft):
+        pytest.skip("only llama.cpp's room begins small")
+    return draft
+
+
+def test_the_room_grows_when_its_sequence_ids_run_out(roomy: LlamaDraft, plain: Plain) -> None:
+    """The text stays cached; the rows that found no room then do."""
+    draft = roomy
     grower = Grower(draft, PROMPT)
     assert draft._room.context.sequences == FIRST_SEQUENCES
     found = grower.run([grower.tree.root], fan_out=8)
@@ -283,15 +297,17 @@ def test_the_room_grows_when_its_sequence_ids_run_out(load: Callable[..., LlamaD
 
 
 @pytest.fixture
-def small(load: Callable[..., LlamaDraft], monkeypatch: pytest.MonkeyPatch) -> LlamaDraft:
+def small(load: Callable[..., AnyDraft], monkeypatch: pytest.MonkeyPatch) -> LlamaDraft:
     """A draft whose first room has 512 cells, of 1024."""
     monkeypatch.setattr(room, "FIRST_CELLS", 512)
     draft = load(1024)
+    if not isinstance(draft, LlamaDraft):
+        pytest.skip("only llama.cpp's room begins small")
     assert draft._room.context.cells == 512
     return draft
 
 
-def test_the_room_grows_for_a_long_prompt_and_others_keep_their_text(small: LlamaDraft, plain: PlainModel) -> None:
+def test_the_room_grows_for_a_long_prompt_and_others_keep_their_text(small: LlamaDraft, plain: Plain) -> None:
     rng = random.Random(1)
     first = Grower(small, PROMPT)
     first.run([first.tree.root])
@@ -307,7 +323,7 @@ def test_the_room_grows_for_a_long_prompt_and_others_keep_their_text(small: Llam
         grower.close()
 
 
-def test_a_text_that_outgrows_the_small_room_is_drafted_on(small: LlamaDraft, plain: PlainModel) -> None:
+def test_a_text_that_outgrows_the_small_room_is_drafted_on(small: LlamaDraft, plain: Plain) -> None:
     grower = Grower(small, PROMPT)  # asks for no more than the small room
     while small._room.context.cells < 1024:
         with suppress(EngineError):  # the step that finds the small room full
@@ -343,7 +359,7 @@ def test_where_there_is_no_memory_for_the_whole_room_the_small_one_stays(
 def test_a_full_cache_is_said_and_everybody_goes_on_when_there_is_room(
     load: Callable[..., AnyDraft], plain: Plain
 ) -> None:
-    draft = load(320)
+    draft = whole(load(320))
     hog, late = Grower(draft, PROMPT), Grower(draft, [2, *range(700, 720)])
     hog.run([hog.tree.root])
     with pytest.raises(EngineError, match="full"):
