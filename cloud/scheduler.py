@@ -298,7 +298,7 @@ class Scheduler:
             self._fail(seat, Code.ENGINE, str(result))
             return
         tree, walked = seat.session.tree, {plan.nodes[i] for i in result.accepted}
-        own = seat.own = {n for n in seat.own if tree.state(n) is State.LIVE}
+        own = seat.own = {n for n in seat.own if n != tree.root and tree.state(n) is State.LIVE}
         promised = sum(math.exp(tree.reach(node)) for node in plan.nodes if node not in own)
         seat.learn(promised, len(walked - own))
         for grown in seat.grown:

@@ -36,8 +36,13 @@ def session(max_tokens: int = 40) -> CloudSession:
     )
 
 
-def written(*top_ups: TopUp, tokens: int = 40) -> tuple[list[int], int]:
+def written(*top_ups: TopUp) -> tuple[list[int], int]:
     """The text of a session without an edge, and how many steps it took."""
+    text, commits = commits_of(top_ups)
+    return text, len(commits)
+
+
+def commits_of(top_ups: Sequence[TopUp], width: int | None = None) -> tuple[list[int], list[Commit]]:
     commits: list[Commit] = []
 
     async def run_at_once(work: Callable[[], T]) -> T:
@@ -45,8 +50,8 @@ def written(*top_ups: TopUp, tokens: int = 40) -> tuple[list[int], int]:
 
     async def run() -> list[int]:
         loop = asyncio.get_running_loop()
-        scheduler = Scheduler(ToyEngine(), run_at_once, loop.time, floor=0.001, top_ups=top_ups)
-        one, finished = session(tokens), asyncio.Event()
+        scheduler = Scheduler(ToyEngine(), run_at_once, loop.time, floor=0.001, width=width, top_ups=top_ups)
+        one, finished = session(), asyncio.Event()
 
         def on_commit(commit: Commit) -> None:
             commits.append(commit)
@@ -59,7 +64,7 @@ def written(*top_ups: TopUp, tokens: int = 40) -> tuple[list[int], int]:
         task.cancel()
         return one.committed
 
-    return asyncio.run(run()), len(commits)
+    return asyncio.run(run()), commits
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 3])
@@ -70,6 +75,15 @@ def test_the_text_is_the_targets_own_in_fewer_steps(wrong: int) -> None:
     assert fewer < steps
     assert written(TopUp(Ngram()))[0] == plain
     assert written(TopUp(Oracle(ToyEngine(), 1e-5, wrong), 4), TopUp(Ngram()))[0] == plain
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 5])
+def test_a_step_is_a_hit_by_what_an_edge_sent_alone(width: int) -> None:
+    """Even where more was drafted than the step can take along, so that the text's end is a node of before."""
+    plain = written()[0]
+    text, commits = commits_of([TopUp(Oracle(ToyEngine(), 1e-5), 4)], width)
+    assert text == plain
+    assert all(commit.held == 0 for commit in commits)
 
 
 def test_it_goes_on_from_the_likeliest_chain_the_edge_has_sent() -> None:
