@@ -7,6 +7,7 @@ is classic speculative decoding in one place (`colo`).
 """
 
 import math
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,19 +40,38 @@ class Ngram:
     seconds = 0.0
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
-        for length in range(min(SUFFIX, len(tokens) - 1), SHORTEST - 1, -1):
-            end = list(tokens[-length:])
-            for i in range(len(tokens) - length - 1, -1, -1):
-                if tokens[i] == end[0] and list(tokens[i : i + length]) == end:
-                    return tokens[i + length], REPEAT + (1 - REPEAT) * (length - SHORTEST) / SUFFIX
+        text = array("i", tokens)
+        data, size = text.tobytes(), text.itemsize
+        for length in range(min(SUFFIX, len(text) - 1), SHORTEST - 1, -1):
+            end, before = data[-length * size :], len(data) - size  # something has to follow
+            while (at := data.rfind(end, 0, before)) >= 0:
+                if at % size == 0:
+                    return text[at // size + length], REPEAT + (1 - REPEAT) * (length - SHORTEST) / SUFFIX
+                before = at + len(end) - 1
         return None
 
 
 @dataclass(frozen=True)
-class Stub:
-    """The likeliest chain of a session's tree, from which a backup goes on. `gain`: tokens the step is expected to make."""
+class Grown:
+    """A chain that a top-up added: its nodes, and for each the chance it gave it; `parent` is what it hangs on."""
 
-    tokens: tuple[int, ...]  # prompt, text and chain
+    top_up: "TopUp"
+    parent: int
+    nodes: tuple[int, ...]
+    chances: tuple[float, ...]
+
+    def learn(self, root: int, verified: Collection[int], walked: Collection[int]) -> None:
+        """What became of it: the target stood at `root`, walked these of the nodes that were verified."""
+        if self.parent == root or self.parent in walked:  # else nobody asked it
+            asked = [(n in walked, c) for n, c in zip(self.nodes, self.chances, strict=True) if n in verified]
+            self.top_up.learn([taken for taken, _ in asked], [chance for _, chance in asked])
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A path of a session's tree from which a backup goes on. `gain`: tokens the step is expected to make."""
+
+    tokens: tuple[int, ...]  # prompt, text and path
     sampling: Sampling
     history: History | None
     tip: int
@@ -68,22 +88,38 @@ class TopUp:
 
     def __init__(self, backup: Backup, length: int = 0) -> None:
         self.backup, self.length = backup, length
-        self._taken, self._drafted = 4.0, 5.0  # of its tokens, decayed: the chance that the next one is taken
+        # of its tokens, decayed: how many were asked about, how many taken, how many it had promised
+        self._asked, self._taken, self._promised = 5.0, 4.0, 4.0
 
     @property
     def acceptance(self) -> float:
-        return self._taken / self._drafted
+        """The chance that its next token is taken."""
+        return self._taken / self._asked
 
-    def learn(self, taken: int, drafted: int) -> None:
-        self._taken = DECAY * self._taken + taken
-        self._drafted = DECAY * self._drafted + min(drafted, taken + 1)  # those after a refused one were not asked
+    @property
+    def trust(self) -> float:
+        """How far its chances are good: 1 for one that is right as often as it says, or more often."""
+        return min(self._taken / self._promised, 1.0)
 
-    def look(self, session: CloudSession, width: int) -> Stub:
+    def learn(self, taken: Sequence[bool], chances: Sequence[float]) -> None:
+        """Which of a chain's tokens were taken, and the chances given to them; those after a refused one were not asked."""
+        asked = min(sum(taken) + 1, len(taken))
+        self._taken = DECAY * self._taken + sum(taken)
+        self._asked = DECAY * self._asked + asked
+        self._promised = DECAY * self._promised + sum(chances[:asked])
+
+    def look(self, session: CloudSession, width: int) -> list[Stub]:
+        """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too."""
         tree = session.tree
-        tip, path = tree.root, list[int]()
+        root = tip = tree.root
         while below := tree.children(tip):
             tip = max(below, key=lambda c: (tree.weight(c), -c))
-            path.append(tree.token(tip))
+        tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
+        return [self._stub(session, width, tip) for tip in tips]
+
+    def _stub(self, session: CloudSession, width: int, tip: int) -> Stub:
+        tree = session.tree
+        path = [tree.token(n) for n in tree.path(tip)]
         history = session.history.after(path) if session.history is not None else None
         return Stub(
             (*session.sequence, *path),
@@ -109,22 +145,22 @@ class TopUp:
             spent += self.backup.seconds
             if found is None or found[0] in stop_ids:
                 break
-            chance = min(max(found[1], 1e-4), 0.999)
+            chance = min(max(self.trust * found[1], 1e-4), 0.999)
             reach *= chance
             gain += reach
             out.append((found[0], math.log(chance)))
         return out
 
-    def put(self, session: CloudSession, stub: Stub, drafted: Sequence[tuple[int, float]]) -> list[int]:
-        """Add the chain to the tree, to which the edge may have added meanwhile. Returns the nodes that are new."""
-        tree, tip, added = session.tree, stub.tip, list[int]()
-        for token, chance in drafted:
-            child = tree.child(tip, token)
-            if child is None:
-                child = tree.add(tip, token, chance)
-                added.append(child)
-            tip = child
-        return added
+    def put(self, session: CloudSession, stub: Stub, drafted: Sequence[tuple[int, float]]) -> Grown | None:
+        """Add the chain to the tree, to which the edge may have added meanwhile. Returns what is new of it."""
+        tree, parent = session.tree, stub.tip
+        at = 0
+        while at < len(drafted) and (child := tree.child(parent, drafted[at][0])) is not None:
+            parent, at = child, at + 1
+        nodes, tip = list[int](), parent
+        for token, chance in drafted[at:]:
+            nodes.append(tip := tree.add(tip, token, chance))
+        return Grown(self, parent, tuple(nodes), tuple(math.exp(c) for _, c in drafted[at:])) if nodes else None
 
     def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
         if self.length:

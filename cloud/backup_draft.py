@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from paceline.kernels.llama import Context, Model, default_threads
+from paceline.kernels.llama import Context, Model
+from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
 from paceline.protocol.candidates import likeliest
 from paceline.protocol.cost import StepCost

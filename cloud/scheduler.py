@@ -15,13 +15,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from paceline.cloud.backup import TopUp
+from paceline.cloud.backup import Grown, Stub, TopUp
 from paceline.cloud.engine import Engine, Mask, Work
 from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
 from paceline.protocol.messages import Commit
+from paceline.protocol.tree import State
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class Seat:
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
     promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
     taken: float = 0.0  # nodes that were
-    own: list[int] = field(default_factory=list)  # nodes drafted here for the step at hand
+    grown: list[Grown] = field(default_factory=list)  # what was drafted here for the step at hand
+    own: set[int] = field(default_factory=set)  # nodes that were drafted here
 
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
@@ -121,13 +123,13 @@ class Scheduler:
         *,
         width: int | None = None,
         floor: float = 0.0,
-        top_up: TopUp | None = None,
+        top_ups: Sequence[TopUp] = (),
     ) -> None:
-        """`floor`: seconds to which a step is paced. `top_up` drafts where an edge's tree holds too little."""
+        """`floor`: seconds to which a step is paced. `top_ups` draft where an edge's tree holds too little, one after another."""
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock, self._top_up = run, clock, top_up
+        self._run, self._clock, self._top_ups = run, clock, list(top_ups)
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
@@ -157,7 +159,7 @@ class Scheduler:
     @property
     def drafts(self) -> bool:
         """Is something drafted here that takes time? Then it is not worth waiting for an edge's nodes."""
-        return self._top_up is not None and self._top_up.backup.seconds > 0
+        return any(top_up.backup.seconds > 0 for top_up in self._top_ups)
 
     def wake(self) -> None:
         """Something arrived that may make a session ready."""
@@ -186,8 +188,8 @@ class Scheduler:
 
     async def _step(self, seats: Sequence[Seat]) -> None:
         seats = [s for s in seats if self._seated(s)]
-        if self._top_up is not None:
-            await self._grow(seats, self._top_up)
+        for top_up in tuple(self._top_ups):
+            await self._grow(seats, top_up)
             seats = [s for s in seats if not s.gone]
         begin = self._clock()
         batch = self._plan(seats)
@@ -223,14 +225,18 @@ class Scheduler:
             session = seat.session
             if session.position - self.engine.length(seat.handle) > self.engine.chunk:
                 continue
-            stub = top_up.look(session, self.width)
+            stubs = top_up.look(session, self.width)
             try:
-                drafted = await self._run(lambda: top_up.draft(stub, verify, session.stop_ids, len(seats)))  # noqa: B023
+                work = partial(_draft, top_up, stubs, verify, session, len(seats))
+                chains = work() if top_up.backup.seconds == 0 else await self._run(work)
             except Exception:  # whatever a backup runs into ends it, not the sessions
                 log.exception("the backup failed; going on without it")
-                self._top_up = None
+                self._top_ups.remove(top_up)
                 return
-            seat.own = top_up.put(session, stub, drafted)
+            for stub, chain in zip(stubs, chains, strict=True):
+                if (grown := top_up.put(session, stub, chain)) is not None:
+                    seat.grown.append(grown)
+                    seat.own |= set(grown.nodes)
 
     def _seated(self, seat: Seat) -> bool:
         """Give the session a sequence of the engine if it has none. False if there is no room."""
@@ -291,14 +297,14 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
-        own, reach = set(seat.own), seat.session.tree.reach
-        promised = sum(math.exp(reach(node)) for node in plan.nodes if node not in own)
-        seat.learn(promised, sum(plan.nodes[i] not in own for i in result.accepted))
-        if own:
-            if self._top_up is not None:
-                self._top_up.learn(sum(plan.nodes[i] in own for i in result.accepted), len(own))
-            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
-            seat.own = []
+        tree, walked = seat.session.tree, {plan.nodes[i] for i in result.accepted}
+        own = seat.own = {n for n in seat.own if n != tree.root and tree.state(n) is State.LIVE}
+        promised = sum(math.exp(tree.reach(node)) for node in plan.nodes if node not in own)
+        seat.learn(promised, len(walked - own))
+        for grown in seat.grown:
+            grown.learn(tree.root, plan.nodes, walked)
+        seat.grown = []
+        plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
         commit = seat.session.apply(plan, result, step)
         seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
@@ -316,6 +322,12 @@ class Scheduler:
                 self.engine.close(seat.handle)
                 seat.handle = None
         self._leaving.clear()
+
+
+def _draft(
+    top_up: TopUp, stubs: Sequence[Stub], verify: float, session: CloudSession, sessions: int
+) -> list[list[tuple[int, float]]]:
+    return [top_up.draft(stub, verify, session.stop_ids, sessions) for stub in stubs]
 
 
 def _with_plan(work: Work, plan: Plan) -> Work:

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -46,21 +46,21 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
     raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
 
 
-def load_backup(settings: Settings, engine: Engine, draft: Path | None) -> TopUp | None:
+def load_backup(settings: Settings, engine: Engine, draft: Path | None) -> list[TopUp]:
     """What drafts where an edge's tree holds too little. Raises PacelineError if the draft is for another target."""
-    if settings.backup == "none":
-        return None
-    if settings.backup == "ngram":
-        return TopUp(Ngram())
-    try:
-        from paceline.cloud.backup_draft import DraftBackup
-    except ModuleNotFoundError as e:
-        raise PacelineError(f"a backup draft needs {e.name}: pip install 'paceline[cloud-llamacpp]'") from None
-    assert draft is not None
-    cells = max(settings.context, CELLS)
-    return TopUp(
-        DraftBackup(draft, engine.vocabulary, context=cells, threads=settings.threads, gpu_layers=settings.gpu_layers)
-    )
+    found = list[TopUp]()
+    if settings.backup in ("draft", "both"):
+        try:
+            from paceline.cloud.backup_draft import DraftBackup
+        except ModuleNotFoundError as e:
+            raise PacelineError(f"a backup draft needs {e.name}: pip install 'paceline[cloud-llamacpp]'") from None
+        assert draft is not None
+        context, layers = max(settings.context, CELLS), settings.gpu_layers
+        model = DraftBackup(draft, engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
+        found.append(TopUp(model))
+    if settings.backup in ("ngram", "both"):
+        found.append(TopUp(Ngram()))
+    return found
 
 
 def _torch_engine(settings: Settings, model: Path | None) -> Engine:
@@ -83,11 +83,11 @@ def _torch_engine(settings: Settings, model: Path | None) -> Engine:
 
 
 def house_of(
-    settings: Settings, engine: Engine, vocabulary: Path | None, run: Runner, top_up: TopUp | None = None
+    settings: Settings, engine: Engine, vocabulary: Path | None, run: Runner, top_ups: Sequence[TopUp] = ()
 ) -> House:
     """The verifier's house as the settings want it, in real time. Its scheduler is not stepping yet."""
     house = House(
-        Scheduler(engine, run, time.perf_counter, width=settings.width, floor=settings.verify_floor, top_up=top_up),
+        Scheduler(engine, run, time.perf_counter, width=settings.width, floor=settings.verify_floor, top_ups=top_ups),
         engine.name,
         engine.vocabulary,
         engine.context,
@@ -107,11 +107,11 @@ async def serve(
     ready: Callable[[str], None],
     *,
     watch: Callable[[Callable[[], object]], None] | None = None,
-    top_up: TopUp | None = None,
+    top_ups: Sequence[TopUp] = (),
 ) -> None:
     """Serve until SIGINT or SIGTERM. `ready` is told the address; `watch` is given what ends it at once."""
     thread = OneThread("engine")
-    house = house_of(settings, engine, vocabulary, thread, top_up)
+    house = house_of(settings, engine, vocabulary, thread, top_ups)
     keys = Keys(settings.keys) if settings.keys is not None else None
     tls = None
     if settings.tls_certificate is not None:

@@ -95,12 +95,12 @@ class Generation:
         if f.first_token is None:
             f.first_token = now - self.begun
         f.last_token = now - self.begun
-        self.horizon.observe(now - self.one_way(), commit.step, len(event.tokens))
+        self.horizon.observe(now - self.one_way(), commit.step, len(event.tokens), commit.held)
         if commit.step:
             f.steps, f.hits = f.steps + 1, f.hits + (commit.held > 0)
             f.accepted, f.stale = f.accepted + commit.accepted, f.stale + commit.stale
             f.step_seconds += commit.step
-            self.switch.observe(commit.accepted)
+            self.switch.observe(commit.accepted if commit.held else 0)  # else it was the cloud's own
         if self.rounds is not None:
             self.rounds.sent = False
         self._learn(event)

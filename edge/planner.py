@@ -37,13 +37,16 @@ class Horizon:
     begun: float = 0.0
     step: float = 0.0
     patience: Patience = field(default_factory=Patience)
+    alone: float = 1.0  # tokens of a step that begins without a node; more than one where the cloud drafts by itself
     missed: float = 0.0  # when it was left without a node
     since: int = 0  # tokens committed since
     arrives: dict[int, float] = field(default_factory=dict)
 
-    def observe(self, made: float, seconds: float, tokens: int) -> None:
+    def observe(self, made: float, seconds: float, tokens: int, held: int = 1) -> None:
         """The cloud committed `tokens` at time `made`, after a step of so many seconds, and may begin the next step."""
         self.begun = made
+        if seconds > 0 and not held:
+            self.alone += 0.1 * (tokens - self.alone)
         self.since += tokens
         if seconds > 0:
             self.step = 0.8 * self.step + 0.2 * seconds if 0 < self.step < 2 * seconds else seconds
@@ -61,10 +64,10 @@ class Horizon:
 
     def _alone(self, at: float) -> tuple[float, int]:
         """When the first step begins at or after `at` where the cloud holds nothing, and the tokens committed by then."""
-        now, depth = self.begun, 0
-        while (start := self.patience.start(now, self.missed, self.since + depth)) < at:
-            now, depth = start + self.step, depth + 1
-        return start, depth
+        now, steps = self.begun, 0
+        while (start := self.patience.start(now, self.missed, self.since + round(steps * self.alone))) < at:
+            now, steps = start + self.step, steps + 1
+        return start, round(steps * self.alone)
 
     def starts_between(self, early: float, late: float) -> bool:
         """Does a step of the cloud begin within (early, late]?"""
@@ -92,8 +95,8 @@ class Horizon:
                 depth += 1
             depth += 1
             now += self.step
-            if depth > n:  # nothing is held there: one token a step
-                return depth + max(0, math.ceil((at - now) / self.step))
+            if depth > n:  # nothing is held there
+                return depth + round(self.alone * max(0, math.ceil((at - now) / self.step)))
         return depth
 
 

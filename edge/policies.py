@@ -13,7 +13,7 @@ class Policy:
     `rounds`: tokens of a round, 0 as many as pay; None: no rounds. `outcomes`: how many outcomes of a round are prepared
     while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
     the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
-    what the verifier drafts by itself where it holds too little (none, ngram, draft), `backup_length` tokens of it for a
+    what the verifier drafts by itself where it holds too little (none, ngram, draft, both), `backup_length` tokens of it for a
     step, 0 as many as pay.
     """
 

@@ -30,10 +30,11 @@ def cloud(
     width: Annotated[int | None, typer.Option(min=0, help="Drafted nodes verified in a step, at most.")] = None,
     verify_floor: options.VerifyFloor = 0.0,
     backup: Annotated[
-        str, typer.Option(help="What drafts here where an edge has sent too little: none, ngram or draft.")
+        str, typer.Option(help="What drafts here where an edge has sent too little: none, ngram, draft or both.")
     ] = "none",
     backup_draft: Annotated[
-        str | None, typer.Option(help="The model of --backup draft; the one that goes with the target if not given.")
+        str | None,
+        typer.Option(help="The model of --backup draft or both; the one that goes with the target if not given."),
     ] = None,
     session_ttl: Annotated[float, typer.Option(min=0, help="Seconds that a session outlives its connection.")] = 60.0,
     drain_timeout: Annotated[
@@ -84,7 +85,7 @@ def cloud(
         if settings.tls_certificate is not None:
             tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
         return
-    drafts = settings.backup == "draft"
+    drafts = settings.backup in ("draft", "both")
     set_up(settings.log_format, settings.log_level)
     if settings.engine == "toy":
         path = None
@@ -105,11 +106,11 @@ def cloud(
         )
         typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
-    top_up = load_backup(settings, loaded, backup_of(settings.model, settings.backup_draft) if drafts else None)
+    top_ups = load_backup(settings, loaded, backup_of(settings.model, settings.backup_draft) if drafts else None)
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)
 
     asyncio.run(
-        serve(settings, loaded, vocabulary, ready, watch=when_stdin_ends if stop_with_stdin else None, top_up=top_up)
+        serve(settings, loaded, vocabulary, ready, watch=when_stdin_ends if stop_with_stdin else None, top_ups=top_ups)
     )

@@ -2,11 +2,12 @@
 
 import asyncio
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import LONGEST, Ngram, TopUp
+from paceline.cloud.backup import LONGEST, Grown, Ngram, TopUp
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
@@ -35,8 +36,13 @@ def session(max_tokens: int = 40) -> CloudSession:
     )
 
 
-def written(top_up: TopUp | None, tokens: int = 40) -> tuple[list[int], int]:
+def written(*top_ups: TopUp) -> tuple[list[int], int]:
     """The text of a session without an edge, and how many steps it took."""
+    text, commits = commits_of(top_ups)
+    return text, len(commits)
+
+
+def commits_of(top_ups: Sequence[TopUp], width: int | None = None) -> tuple[list[int], list[Commit]]:
     commits: list[Commit] = []
 
     async def run_at_once(work: Callable[[], T]) -> T:
@@ -44,8 +50,8 @@ def written(top_up: TopUp | None, tokens: int = 40) -> tuple[list[int], int]:
 
     async def run() -> list[int]:
         loop = asyncio.get_running_loop()
-        scheduler = Scheduler(ToyEngine(), run_at_once, loop.time, floor=0.001, top_up=top_up)
-        one, finished = session(tokens), asyncio.Event()
+        scheduler = Scheduler(ToyEngine(), run_at_once, loop.time, floor=0.001, width=width, top_ups=top_ups)
+        one, finished = session(), asyncio.Event()
 
         def on_commit(commit: Commit) -> None:
             commits.append(commit)
@@ -58,42 +64,54 @@ def written(top_up: TopUp | None, tokens: int = 40) -> tuple[list[int], int]:
         task.cancel()
         return one.committed
 
-    return asyncio.run(run()), len(commits)
+    return asyncio.run(run()), commits
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 3])
 def test_the_text_is_the_targets_own_in_fewer_steps(wrong: int) -> None:
-    plain, steps = written(None)
+    plain, steps = written()
     text, fewer = written(TopUp(Oracle(ToyEngine(), 1e-5, wrong), 4))
     assert text == plain
     assert fewer < steps
     assert written(TopUp(Ngram()))[0] == plain
+    assert written(TopUp(Oracle(ToyEngine(), 1e-5, wrong), 4), TopUp(Ngram()))[0] == plain
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 5])
+def test_a_step_is_a_hit_by_what_an_edge_sent_alone(width: int) -> None:
+    """Even where more was drafted than the step can take along, so that the text's end is a node of before."""
+    plain = written()[0]
+    text, commits = commits_of([TopUp(Oracle(ToyEngine(), 1e-5), 4)], width)
+    assert text == plain
+    assert all(commit.held == 0 for commit in commits)
 
 
 def test_it_goes_on_from_the_likeliest_chain_the_edge_has_sent() -> None:
     one = session()
     one.receive(Draft(1, 0, 0, (0, 1, 0), (7, 8, 9), bytes((2, 2, 40))))
     top_up = TopUp(Oracle(ToyEngine(), 0.001), 2)
-    stub = top_up.look(one, 8)
+    [stub] = top_up.look(one, 8)
     assert stub.tokens == (1, 2, 3, 7, 8)
     drafted = top_up.draft(stub, 0.03, ())
     one.receive(Draft(1, 0, 3, (2,), (drafted[0][0],)))  # meanwhile the edge sends the same
     added = top_up.put(one, stub, drafted)
-    assert len(added) == 1
-    assert one.tree.token(one.tree.parent(added[0])) == drafted[0][0]
+    assert added is not None
+    assert len(added.nodes) == 1
+    assert one.tree.token(added.parent) == one.tree.token(one.tree.parent(added.nodes[0])) == drafted[0][0]
+    assert top_up.put(one, stub, drafted) is None
 
 
 def test_it_stops_where_another_token_does_not_pay() -> None:
     one = session()
     cheap, dear = TopUp(Oracle(ToyEngine(), 0.0001)), TopUp(Oracle(ToyEngine(), 0.02))
-    far, near = (len(t.draft(t.look(one, 8), 0.03, ())) for t in (cheap, dear))
+    far, near = (len(t.draft(*t.look(one, 8), 0.03, ())) for t in (cheap, dear))
     assert near < far <= LONGEST
-    assert TopUp(Oracle(ToyEngine(), 1.0)).draft(dear.look(one, 8), 0.03, ()) == []
+    assert TopUp(Oracle(ToyEngine(), 1.0)).draft(*dear.look(one, 8), 0.03, ()) == []
 
 
 def test_it_leaves_room_for_the_targets_last_token() -> None:
     top_up = TopUp(Oracle(ToyEngine(), 0.0001), 8)
-    assert len(top_up.draft(top_up.look(session(3), 8), 0.03, ())) == 2
+    assert len(top_up.draft(*top_up.look(session(3), 8), 0.03, ())) == 2
 
 
 def test_ngrams_follow_the_longest_agreement() -> None:
@@ -104,12 +122,64 @@ def test_ngrams_follow_the_longest_agreement() -> None:
     assert Ngram().follow([1, 2, 3], Sampling(), None) is None
 
 
+def test_ngrams_see_tokens_and_not_bytes() -> None:
+    """256 and 1 in a row hold the bytes of 1 and 256 between them; a repeat found there would be none."""
+    assert Ngram().follow([256, 256, 256, 7, 1, 1], Sampling(), None) is None
+    rng = random.Random(1)
+    for _ in range(300):
+        tokens = [rng.choice((0, 1, 256, 65536)) for _ in range(rng.randrange(1, 40))]
+        found = Ngram().follow(tokens, Sampling(), None)
+        assert (None if found is None else found[0]) == followed_slowly(tokens)
+
+
+def followed_slowly(tokens: list[int]) -> int | None:
+    for length in range(min(8, len(tokens) - 1), 1, -1):
+        for i in range(len(tokens) - length - 1, -1, -1):
+            if tokens[i : i + length] == tokens[-length:]:
+                return tokens[i + length]
+    return None
+
+
+def test_a_backup_without_cost_goes_on_from_the_text_too() -> None:
+    one = session()
+    one.receive(Draft(1, 0, 0, (0, 1), (7, 8), bytes((2, 2))))
+    assert [s.tokens for s in TopUp(Ngram()).look(one, 8)] == [(1, 2, 3, 7, 8), (1, 2, 3)]
+    assert [s.tokens for s in TopUp(Oracle(ToyEngine(), 0.001)).look(one, 8)] == [(1, 2, 3, 7, 8)]
+
+
+def test_more_sessions_in_a_step_make_its_drafting_dearer() -> None:
+    top_up, one = TopUp(Oracle(ToyEngine(), 0.001)), session()
+    alone, among = (len(top_up.draft(*top_up.look(one, 8), 0.03, (), n)) for n in (1, 16))
+    assert among < alone
+
+
 def test_its_own_acceptance_is_learned() -> None:
     top_up = TopUp(Oracle(ToyEngine(), 0.001))
     for _ in range(300):
-        top_up.learn(0, 4)
+        top_up.learn([False] * 4, [0.8] * 4)
     assert top_up.acceptance < 0.05
+    assert top_up.trust < 0.1
     for _ in range(300):
-        top_up.learn(4, 4)
+        top_up.learn([True] * 4, [0.8] * 4)
     assert top_up.acceptance > 0.75
+    assert top_up.trust == 1
     assert math.isfinite(top_up.acceptance)
+
+
+def test_what_nobody_asked_teaches_nothing() -> None:
+    top_up = TopUp(Oracle(ToyEngine(), 0.001))
+    before = top_up.acceptance
+    grown = Grown(top_up, 5, (6, 7), (0.8, 0.8))
+    grown.learn(2, [5, 6, 7], [])  # the target left the path before it
+    assert top_up.acceptance == before
+    grown.learn(2, [5, 6, 7], [5, 6])
+    assert top_up.acceptance != before
+
+
+class Broken(Oracle):
+    def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
+        raise RuntimeError("no memory")
+
+
+def test_a_backup_that_fails_ends_itself_and_not_the_session() -> None:
+    assert written(TopUp(Broken(ToyEngine(), 0.001)))[0] == written()[0]

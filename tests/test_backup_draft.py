@@ -101,7 +101,7 @@ def test_a_draft_of_another_vocabulary_is_refused(smollm2_draft_path: Path) -> N
         backup_of("somewhere/model.gguf", None)
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft"])
+@pytest.mark.parametrize("kind", ["ngram", "draft", "both"])
 def test_a_verifier_with_a_backup_writes_the_same_in_fewer_steps(
     smollm2_path: Path, smollm2_draft_path: Path, text: Text, tmp_path: Path, kind: str
 ) -> None:
@@ -126,4 +126,4 @@ def test_a_verifier_with_a_backup_writes_the_same_in_fewer_steps(
     assert tokens == plain
     assert generation.figures.steps < len(plain)
     assert generation.figures.hits == 0  # a hit is what an edge has sent
-    assert (BACKUP in features) == (kind == "draft")
+    assert (BACKUP in features) == (kind != "ngram")

@@ -111,7 +111,7 @@ def test_the_memo_answers_and_counts_as_the_real_draft(workshop: Workshop, cases
     real.shut()
 
 
-@pytest.mark.parametrize("name", ["ar", "colo", "sync", "ssd", "stream", "stream:backup=ngram", "stream:backup=draft"])
+@pytest.mark.parametrize("name", ["ar", "colo", "sync", "ssd", "stream", "stream:backup=ngram", "stream:backup=both"])
 @pytest.mark.parametrize("round_trip", [0.0, 0.05])
 def test_every_policy_writes_the_targets_text(cases: list[Case], bench: Bench, name: str, round_trip: float) -> None:
     run = answer(bench, cases[0], setting(name, round_trip))

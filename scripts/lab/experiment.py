@@ -27,6 +27,7 @@ from paceline.scripts.lab.memo import Memo, MemoBackup, MemoDraft
 from paceline.scripts.lab.network import Carried, LinkChannel, LinkSpec
 from paceline.scripts.lab.virtual import MemoryChannel, Meter, run
 
+BACKUPS = ("none", "ngram", "draft", "both")
 SETTLE = 1.0  # seconds before the question: the link's round trip is then known
 
 
@@ -92,8 +93,8 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
     clock = asyncio.get_running_loop().time
     engine = ReplayEngine("target", bench.vocabulary, {(case.prompt, case.sampling): case.text})
     meter = Meter()
-    top_up = _top_up(bench, case, setting, meter)
-    scheduler = Scheduler(engine, meter.run, clock, floor=setting.verify, width=setting.width, top_up=top_up)
+    top_ups = _top_ups(bench, case, setting, meter)
+    scheduler = Scheduler(engine, meter.run, clock, floor=setting.verify, width=setting.width, top_ups=top_ups)
     house = House(scheduler, engine.name, bench.vocabulary, engine.context, clock=clock)
     tasks = [asyncio.create_task(scheduler.run())]
 
@@ -156,17 +157,17 @@ async def ask(agent: Agent, case: Case, clock: Callable[[], float], events: Even
     )
 
 
-def _top_up(bench: Bench, case: Case, setting: Setting, meter: Meter) -> TopUp | None:
+def _top_ups(bench: Bench, case: Case, setting: Setting, meter: Meter) -> list[TopUp]:
     """The policy's backup. A draft model beside the target is the edge's own draft, at the edge's own cost."""
-    match setting.policy.backup:
-        case "none":
-            return None
-        case "ngram":
-            return TopUp(Ngram(), setting.policy.backup_length)
-        case "draft":
-            return TopUp(MemoBackup(bench.memo, case, setting.edge.first, meter), setting.policy.backup_length)
-        case other:
-            raise PacelineError(f"backup {other!r} is not known; there are none, ngram and draft")
+    kind, length = setting.policy.backup, setting.policy.backup_length
+    if kind not in BACKUPS:
+        raise PacelineError(f"backup {kind!r} is not known; there are {', '.join(BACKUPS)}")
+    found = list[TopUp]()
+    if kind in ("draft", "both"):
+        found.append(TopUp(MemoBackup(bench.memo, case, setting.edge.first, meter), length))
+    if kind in ("ngram", "both"):
+        found.append(TopUp(Ngram()))
+    return found
 
 
 def _runner(cost: EdgeCost, events: Events) -> Runner:
