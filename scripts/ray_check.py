@@ -32,7 +32,7 @@ SLOTS = 4  # sessions a replica runs
 LIMIT = 180.0  # seconds after which what did not happen is taken for a fault
 SETTINGS = {"engine": "toy", "slots": SLOTS, "verify_floor": 0.02, "drain_timeout": 5, "cpus": 0.1, "upscale_delay": 1}
 TOLD = ("going away", "going on elsewhere")  # how a link ends that was told to
-CONFIG = (Path(__file__).resolve().parents[1] / "cloud" / "deploy" / "ray.yaml").read_text()
+CONFIG = Path(__file__).resolve().parents[1] / "cloud" / "deploy" / "ray.yaml"
 Figures = dict[str, Any]
 
 
@@ -57,7 +57,8 @@ class Crowd:
 
     def _noting(self, heard: Callable[[str], None]) -> Callable[[str], None]:
         def link_down(reason: str) -> None:
-            self.reasons.append(reason)
+            if not self._done.is_set():  # at the end they hang up themselves
+                self.reasons.append(reason)
             heard(reason)
 
         return link_down
@@ -118,7 +119,7 @@ async def shipped(url: str) -> Figures:
     from ray.serve.schema import ServeDeploySchema
     from yaml import safe_load
 
-    [application] = ServeDeploySchema(**safe_load(CONFIG)).applications
+    [application] = ServeDeploySchema(**safe_load(CONFIG.read_text())).applications
     made = app(application.args)._bound_deployment  # nothing is started
     return {"max_ongoing_requests": made.max_ongoing_requests, "import_path": application.import_path}
 
