@@ -2,9 +2,9 @@
 
     scripts/test_ray [--json FILE]
 
-The replicas run the toy target, whose right answers are known without asking; the edges are real agents over real sockets, and
-each says who it is (`x-session-id`). Every part waits for what it waits for; a part that fails is reported, and the exit status
-says whether all passed.
+The replicas run the toy target, whose right answers are known without asking, and in the last part a real model. The edges are
+real agents over real sockets, and each says who it is (`x-session-id`). Every part waits for what it waits for; a part that
+fails is reported, and the exit status says whether all passed.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +31,9 @@ from paceline.scripts.visitor import Tagged, comes_back, dial
 SLOTS = 4  # sessions a replica runs
 LIMIT = 180.0  # seconds after which what did not happen is taken for a fault
 SETTINGS = {"engine": "toy", "slots": SLOTS, "verify_floor": 0.02, "drain_timeout": 5, "cpus": 0.1, "upscale_delay": 1}
+MODEL = {"model": "smollm2", "slots": 2, "context": 1024, "threads": 1, "drain_timeout": 2, "cpus": 0.1}
 TOLD = ("going away", "going on elsewhere")  # how a link ends that was told to
-CONFIG = (Path(__file__).resolve().parents[1] / "cloud" / "deploy" / "ray.yaml").read_text()
+CONFIG = Path(__file__).resolve().parents[1] / "cloud" / "deploy" / "ray.yaml"
 Figures = dict[str, Any]
 
 
@@ -57,7 +58,8 @@ class Crowd:
 
     def _noting(self, heard: Callable[[str], None]) -> Callable[[str], None]:
         def link_down(reason: str) -> None:
-            self.reasons.append(reason)
+            if not self._done.is_set():  # at the end they hang up themselves
+                self.reasons.append(reason)
             heard(reason)
 
         return link_down
@@ -104,10 +106,10 @@ def pids() -> list[int]:
     return found
 
 
-def deploy(least: int, most: int) -> None:
+def deploy(least: int, most: int, settings: Mapping[str, Any] = SETTINGS) -> None:
     from ray import serve
 
-    serve.run(app({**SETTINGS, "min_replicas": least, "max_replicas": most}))
+    serve.run(app({**settings, "min_replicas": least, "max_replicas": most}))
 
 
 # ---- the parts
@@ -118,7 +120,7 @@ async def shipped(url: str) -> Figures:
     from ray.serve.schema import ServeDeploySchema
     from yaml import safe_load
 
-    [application] = ServeDeploySchema(**safe_load(CONFIG)).applications
+    [application] = ServeDeploySchema(**safe_load(CONFIG.read_text())).applications
     made = app(application.args)._bound_deployment  # nothing is started
     return {"max_ongoing_requests": made.max_ongoing_requests, "import_path": application.import_path}
 
@@ -178,13 +180,22 @@ async def roll(url: str) -> Figures:
     return figures(crowd, told_to_go=len(crowd.reasons))
 
 
+async def real_model(url: str) -> Figures:
+    """SmolLM2 on two replicas and its draft on the edge; each answer loses its replica in the middle."""
+    from paceline.scripts.ray_model import ask_and_kill
+
+    await asyncio.to_thread(deploy, 2, 2, MODEL)
+    await until("two replicas of the model", lambda: replicas() == 2 and not replicas("STOPPING"))
+    return await ask_and_kill(str(MODEL["model"]), dial(Tagged(url, name="laptop")), pids)
+
+
 def figures(crowd: Crowd, **more: object) -> Figures:
     if not crowd.tally.whole:
         raise PacelineError("; ".join(crowd.tally.reasons[:5]))
     return {"edges": len(crowd.agents), "answers": crowd.tally.answers, "tokens": crowd.tally.tokens, **more}
 
 
-PARTS = (shipped, scale_up, come_back, kill, roll)
+PARTS = (shipped, scale_up, come_back, kill, roll, real_model)
 
 
 def main(out: Annotated[Path | None, typer.Option("--json", help="Keep the figures here.")] = None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.edge.agent import ACK_EVERY, MAX_ROWS
 from paceline.edge.generation import NODES_LEFT, STREAMED
-from paceline.edge.planner import LEAST, SENT, Horizon, Switch, patience, to_run, to_send
+from paceline.edge.planner import LEAST, MARGIN, SENT, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.rounds import NEXT_CHANCE
 from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.codec import decode_from_cloud, encode
@@ -151,6 +151,7 @@ class CrowdEdge:
         at = self._loop.time() + row + self._one_way
         found = to_run(tree, self._horizon, self._worth(self._frontier, LEAST), at, row, MAX_ROWS)
         if not found:
+            self._send_nodes()
             return
         count = max(best_count([useful for useful, _ in found], self._step_cost), 1)
         self._busy = True
@@ -175,7 +176,7 @@ class CrowdEdge:
                 self._frontier.add(child)
                 if (below := page.next.get(token)) is not None:
                     self._pages[child] = below
-        self._send_nodes()
+        self._send_nodes(seconds)
         self._draft()
 
     def _worth(self, nodes: Iterable[int], least: float) -> list[int]:
@@ -184,10 +185,13 @@ class CrowdEdge:
         bound = least + weight[tree.root]
         return [n for n in nodes if weight[n] > bound]
 
-    def _send_nodes(self) -> None:
+    def _send_nodes(self, wait: float = 0.0) -> None:
+        """`wait`: seconds until there is another occasion; what need not leave before then waits for it."""
         if self.session.phase is not Phase.RUNNING:
             return
         tree, arrival = self.session.tree, self._loop.time() + self._one_way
+        if wait and not self._horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
+            return
         ready: dict[int, None] = {}
         for node in to_send(tree, self._horizon, sorted(self._worth(self._unsent, SENT)), arrival):
             ready.update(dict.fromkeys(n for n in tree.path(node) if n in self._unsent))
