@@ -17,6 +17,7 @@ RANKS = 8
 EDGES = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.88, 0.94, 0.98])
 PRIOR = 4.0  # outcomes that the draft's own confidence counts for
 DECAY = 0.9995  # a table remembers about the last 2,000 outcomes
+ENOUGH = 200.0  # outcomes, before they are told as a figure
 FLOOR, CEILING = 1e-4, 0.999
 
 Probabilities = npt.NDArray[np.float64]
@@ -55,6 +56,13 @@ class Predictor:
         at = (int(seeded), np.arange(len(q)), np.searchsorted(EDGES, q))
         self._offered[at] += 1
         self._taken[at] += found.tokens[:RANKS] == taken
+
+    def shares(self, *, seeded: bool = False) -> tuple[float, ...] | None:
+        """How often candidates of each rank were taken; None while too little was seen to say."""
+        offered, taken = self._offered[int(seeded)].sum(axis=1), self._taken[int(seeded)].sum(axis=1)
+        if offered[0] < ENOUGH:
+            return None
+        return tuple(float(t / o) for t, o in zip(taken, offered, strict=True) if o >= ENOUGH)
 
     def save(self, path: Path) -> None:
         """Keep the table for the next run; a table that cannot be written is only learned again."""

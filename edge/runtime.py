@@ -44,7 +44,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     """An agent with its link coming up; the predictor's table is kept for the next run."""
     draft = _draft(settings, text) if policy.drafts and settings.draft is not None else None
     predictor = Predictor(enabled=settings.predictor)
-    table = settings.cache / "predictor" / f"{_pair(settings, text)}.json"
+    table = table_file(settings.cache, settings.draft, text.vocabulary.fingerprint)
     predictor.load(table)
     turns = itertools.cycle(settings.addresses)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
@@ -85,8 +85,7 @@ def _draft(settings: Settings, text: Text) -> Draft:
     return LlamaDraft(settings.draft, text.vocabulary, threads=settings.threads)
 
 
-def _pair(settings: Settings, text: Text) -> str:
-    """A name for (draft, target vocabulary) on this machine: a table is only good for the pair it was learned on."""
-    size = settings.draft.stat().st_size if settings.draft else 0
-    known = f"{settings.draft.name if settings.draft else ''}:{size}:{text.vocabulary.fingerprint}"
-    return hashlib.sha256(known.encode()).hexdigest()[:16]
+def table_file(cache: Path, draft: Path | None, fingerprint: str) -> Path:
+    """Where the predictor's table of (draft, target vocabulary) is kept: it is only good for the pair it was learned on."""
+    known = f"{draft.name if draft else ''}:{draft.stat().st_size if draft else 0}:{fingerprint}"
+    return cache / "predictor" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"

@@ -41,9 +41,12 @@ def plan(
     from paceline.scripts.lab.workshop import outcomes
 
     if measure is not None:
+        from paceline.edge.websocket import Address
         from paceline.scripts.lab.live import measured
+        from paceline.scripts.pairs import files_of, vocabulary_of
 
-        rtt, verify_ms = measured(measure, pair)
+        vocabulary = vocabulary_of(files_of(pair, None, None).target)
+        rtt, verify_ms = measured(Address(measure, insecure=True), vocabulary)
     names = tuple(policies.split(","))
     question = Question(
         pair, edge, verify_ms / 1e3, (rtt,), names, prompts, count, 0, max_tokens, 0.0, 0, 4, 2,

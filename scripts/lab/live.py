@@ -11,27 +11,25 @@ from paceline.edge.websocket import Address
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
-from paceline.scripts.pairs import files_of, vocabulary_of
 
 TOKENS = 24
 
 
-def measured(url: str, pair: str) -> tuple[float, float]:
+def measured(address: Address, vocabulary: Path) -> tuple[float, float]:
     """(round trip in seconds, verification in milliseconds). Raises PacelineError if the verifier cannot be reached."""
-    vocabulary = vocabulary_of(files_of(pair, None, None).target)
-    return asyncio.run(_measure(url, vocabulary))
+    return asyncio.run(_measure(address, vocabulary))
 
 
-async def _measure(url: str, vocabulary: Path) -> tuple[float, float]:
+async def _measure(address: Address, vocabulary: Path) -> tuple[float, float]:
     text = Text(vocabulary)
     prompt, steps = text.prompt([{"role": "user", "content": "Count from one to fifty."}]), list[float]()
     async with running_agent(
-        Settings((Address(url, insecure=True),), vocabulary, None, cache_folder(), attempts=3), text, policy("ar")
+        Settings((address,), vocabulary, None, cache_folder(), attempts=3), text, policy("ar")
     ) as agent:
         async for event in agent.generate(prompt, Sampling(), TOKENS):
             steps.append(event.commit.step)
         await asyncio.sleep(0.5)  # some more pings
         round_trip = agent.link.round_trip.seconds
     if len(steps) < 2:
-        raise PacelineError(f"{url}: the verifier wrote too little to be measured")
+        raise PacelineError(f"{address.url}: the verifier wrote too little to be measured")
     return round_trip, 1e3 * statistics.median(steps[1:])

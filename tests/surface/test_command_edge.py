@@ -89,6 +89,17 @@ def _rename_note(process: subprocess.Popen[str], known: str, other: str) -> None
     (folder / f"{name[known]}.last").rename(folder / f"{name[other]}.last")
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what memory a process holds")
+def test_an_idle_agent_with_the_default_draft_takes_under_250_megabytes(
+    system: Any, edge: Start, smollm2_draft_path: Path
+) -> None:
+    process, line = edge("--url", system.verifier, "--policy", "stream", "--draft", str(smollm2_draft_path))
+    address(line)
+    told = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    held = {name: int(kilobytes) // 1024 for name, kilobytes in re.findall(r"^(\w+): +(\d+) kB", told, re.MULTILINE)}
+    assert held["Rss"] < 250, held
+
+
 def test_an_open_address_without_keys_is_pointed_out(system: Any, edge: Start) -> None:
     process, line = edge("--url", system.verifier, "--host", "0.0.0.0")
     assert line.startswith("ready at http://0.0.0.0:")
