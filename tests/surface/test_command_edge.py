@@ -58,6 +58,26 @@ def test_it_serves_and_ends_when_told_to(system: Any, edge: Start) -> None:
     assert process.wait(15) == 0
 
 
+def test_systemd_hears_that_it_serves_that_it_goes_on_and_that_it_ends(
+    system: Any, edge: Start, tmp_path: Path
+) -> None:
+    """As a unit of Type=notify with a watchdog is told, on a socket that stands for systemd's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.settimeout(120)
+        ear.bind(str(tmp_path / "notify"))
+        told = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+        process, line = edge("--url", system.verifier, **told)
+        assert httpx.get(f"{address(line)}/version", timeout=60).status_code == 200
+        heard = [ear.recv(100) for _ in range(4)]
+        process.send_signal(signal.SIGTERM)
+        while heard[-1] == b"WATCHDOG=1":
+            heard.append(ear.recv(100))
+        assert heard[0] == b"READY=1"
+        assert set(heard[1:-1]) == {b"WATCHDOG=1"}
+        assert heard[-1] == b"STOPPING=1"
+        assert process.wait(15) == 0
+
+
 def test_it_starts_while_the_verifier_it_knows_is_away(system: Any, edge: Start) -> None:
     """A device that boots before its network: up, unhealthy, and saying why."""
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
