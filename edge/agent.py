@@ -146,6 +146,7 @@ class Agent:
             rounds=self.policy.new_rounds(),
             repeats=Repeats(prompt) if self.policy.drafts and self.policy.repeats else None,
             fan_out=self.policy.candidates,
+            thrift=self.policy.thrift / 100,
         )
         report(generation)
         self._enter(generation)

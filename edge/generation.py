@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.planner import IDLE, LEAST, MARGIN, SENT, Horizon, Switch, patience, to_run, to_send
+from paceline.edge.planner import IDLE, LEAST, MARGIN, SENT, THRIFTY_IDLE, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.predictor import Predictor
 from paceline.edge.repeats import Repeats
 from paceline.edge.rounds import NEXT_CHANCE, PATIENCE, Rounds
@@ -56,6 +56,7 @@ class Generation:
     row_seconds: Callable[[], float] = lambda: 0.0  # seconds of a draft step over one row
     rounds: Rounds | None = None
     fan_out: int = 8  # candidates of a row that become nodes, at most
+    thrift: float = 0.0  # chance to become text that a row must have to be run; 0: any that helps
     rate: float = 0.0  # tokens a second that the agent has made lately
     repeats: Repeats | None = None
     switch: Switch = field(default_factory=Switch)
@@ -72,6 +73,8 @@ class Generation:
     def __post_init__(self) -> None:
         self._last_root = self.session.tree.root
         self.frontier.add(self._last_root)
+        if self.thrift:
+            self.switch = Switch(low=self.thrift, high=1.5 * self.thrift)
 
     def prepare(self, waits: bool, now: float) -> None:
         """Before the session is opened: how long shall the cloud wait for nodes where it holds none?"""
@@ -139,8 +142,9 @@ class Generation:
         if not self.switch.drafting or not self.frontier:
             return []
         tree, step = self.session.tree, self.row_seconds()
-        found = to_run(tree, self.horizon, self.frontier, now + step + self.one_way(), step, count)
-        if not found and now - self.ran_at > IDLE:
+        least = math.log(self.thrift) if self.thrift else LEAST
+        found = to_run(tree, self.horizon, self.frontier, now + step + self.one_way(), step, count, least)
+        if not found and now - self.ran_at > (THRIFTY_IDLE if self.thrift else IDLE):
             found = [(LEAST, max(self.frontier, key=lambda n: (tree.reach(n), -n)))]
         if found:
             self.ran_at = now

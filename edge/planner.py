@@ -23,6 +23,7 @@ PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
 PATIENT = 2.0  # by how much waiting must be better than stepping
 LOW, HIGH = 0.03, 0.08  # tokens accepted a step below which drafting stops, above which it begins again
 MEMORY, PAUSE, PROBE = 64, 160, 32  # steps
+THRIFTY_IDLE = 10.0  # the same seconds where energy is short
 IDLE = 1.0  # seconds after which a row is run though none is useful: what a row costs may have changed
 MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
 
@@ -116,7 +117,7 @@ def patience(round_trip: float, row: float, acceptance: float, rate: float) -> P
 
 @dataclass
 class Switch:
-    """Is drafting worth its energy? Off where it gains less than `LOW`, on again where a probe gains more than `HIGH`.
+    """Is drafting worth its energy? Off where it gains less than `low`, on again where a probe gains more than `high`.
 
     The gain is what the cloud accepted, a step; it is averaged over about `MEMORY` steps. While off, every `PAUSE` steps
     there are `PROBE` steps of drafting. The gap between the two bounds keeps it from wavering.
@@ -125,16 +126,18 @@ class Switch:
     on: bool = True
     gain: float = 1.0
     steps: int = 0  # since it was switched
+    low: float = LOW
+    high: float = HIGH
 
     def observe(self, accepted: int) -> None:
         """A step of the cloud has ended."""
         self.steps += 1
         if self.drafting:
             self.gain += (accepted - self.gain) / min(self.steps % PAUSE + 1 if not self.on else MEMORY, MEMORY)
-        if self.on and self.steps >= MEMORY and self.gain < LOW:
+        if self.on and self.steps >= MEMORY and self.gain < self.low:
             self.on, self.steps, self.gain = False, PROBE, 0.0  # a pause comes first
         elif not self.on and self.drafting and self.steps % PAUSE == PROBE - 1:
-            if self.gain > HIGH:
+            if self.gain > self.high:
                 self.on, self.steps = True, 0
             else:
                 self.gain = 0.0
@@ -164,17 +167,17 @@ def usefulness(reach: float, late: int, catching_up: float) -> float:
 
 
 def to_run(
-    tree: Tree, horizon: Horizon, frontier: Iterable[int], at: float, step: float, count: int
+    tree: Tree, horizon: Horizon, frontier: Iterable[int], at: float, step: float, count: int, floor: float = LEAST
 ) -> list[tuple[float, int]]:
     """(log-usefulness, node) of the `count` nodes whose children are most useful, best first; the useless are left out.
 
-    The children reach the cloud at time `at`; a draft step takes `step` seconds.
+    The children reach the cloud at time `at`; a draft step takes `step` seconds. Useless is what is below `floor`.
     """
     gain = 1.0 - step / horizon.step if horizon.step > 0 else 1.0
     cache: dict[int, int] = {}
     best: list[tuple[float, int]] = []  # a heap, the worst first
     for reach, node in sorted(((tree.reach(n), n) for n in frontier), reverse=True):
-        least = best[0][0] if len(best) == count else LEAST
+        least = best[0][0] if len(best) == count else floor
         if reach <= least:
             break
         useful = usefulness(reach, late(horizon, tree, node, at, cache), gain)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from paceline.edge.rounds import Rounds
 from paceline.protocol.errors import PacelineError
 
+THRIFT = 40  # percent, where power is low
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -14,7 +16,8 @@ class Policy:
     while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
     the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
     what the verifier drafts by itself where it holds too little (none, ngram, draft, both), `backup_length` tokens of it for a
-    step, 0 as many as pay.
+    step, 0 as many as pay. `thrift`: percent of chance to become text that a row must have to be run; 0: any that helps the
+    speed.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Policy:
     repeats: bool = True
     backup: str = "none"
     backup_length: int = 0
+    thrift: int = 0
 
     def new_rounds(self) -> Rounds | None:
         return None if self.rounds is None else Rounds(self.rounds, self.outcomes)
@@ -41,6 +45,20 @@ POLICIES = {
 }
 
 
+def with_power(name: str, power: str) -> str:
+    """The policy `name` as it is to be run at that power, full or low. Raises PacelineError where there is no such thing."""
+    if power not in ("full", "low"):
+        raise PacelineError(f"--power {power} is not known; there are full and low")
+    chosen = policy(name)
+    if power == "full" or not chosen.drafts:
+        return name
+    if chosen.rounds is not None:
+        raise PacelineError(
+            f"--power low chooses among the rows of --policy stream; {name} runs the rows of its rounds"
+        )
+    return f"{name}:thrift={THRIFT}"
+
+
 def policy(name: str) -> Policy:
     """A policy by name, with what is to differ after a colon: stream:width=4. Raises PacelineError."""
     kind, _, rest = name.partition(":")
@@ -53,4 +71,6 @@ def policy(name: str) -> Policy:
             chosen = replace(chosen, **{key: value if key == "backup" else int(value)})  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
+    if not 0 <= chosen.thrift < 100:
+        raise PacelineError(f"policy {name!r}: thrift is a percentage from 0 to 99")
     return replace(chosen, name=name)

@@ -17,6 +17,7 @@ from paceline.edge.draft import Candidates
 
 RANKS = 8
 DECAY = 0.9995  # about the last 2,000 outcomes are remembered
+ENOUGH = 200.0  # outcomes, before they are told as a figure
 DAMPING, DAMPED, LEAST_DAMPING = (
     8.0,
     0.98,
@@ -26,6 +27,7 @@ LEAST_CONFIDENCE, LEAST_REST = 1e-4, 1e-3
 FLOOR, CEILING = 1e-4, 0.999
 FEATURES = 6  # log-confidence; rank 1, rank 2, a later rank, none of them; the first's lead over the second
 STEEPEST = 20.0  # weight
+LEARNED = ("weights", "curvature", "damping", "offered", "taken")  # what a file of it holds
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,12 +41,14 @@ class Predictor:
         self._weights[:, 0] = 1.0  # the draft's own confidence
         self._curvature = np.zeros((2, FEATURES, FEATURES))
         self._damping = np.full(2, DAMPING)
+        self._offered, self._taken = np.zeros((2, RANKS)), np.zeros((2, RANKS))  # outcomes by rank
 
     def copy(self, *, enabled: bool) -> "Predictor":
         """One that begins with what this one has learned, and goes its own way from there."""
         new = Predictor(enabled=enabled)
         new._weights, new._curvature = self._weights.copy(), self._curvature.copy()
         new._damping = self._damping.copy()
+        new._offered, new._taken = self._offered.copy(), self._taken.copy()
         return new
 
     def probabilities(self, found: Candidates, *, seeded: bool) -> Floats:
@@ -52,8 +56,9 @@ class Predictor:
         q = found.confidence[:RANKS]
         p = _chances(_features(q), self._weights[int(seeded)])[:-1] if self.enabled else q
         bounded: Floats = np.clip(p, FLOOR, CEILING)
-        total = bounded.sum()
-        return bounded / total if self.enabled and total > 1 else bounded
+        if self.enabled:
+            bounded /= max(float(bounded.sum()), 1.0)
+        return bounded
 
     def learn(self, found: Candidates, taken: int, *, seeded: bool) -> None:
         """The target chose the token `taken` where `found` was offered."""
@@ -67,10 +72,21 @@ class Predictor:
         curvature = self._curvature[kind] + self._damping[kind] * np.eye(FEATURES)
         moved = self._weights[kind] - np.linalg.solve(curvature, gradient)
         self._weights[kind] = np.clip(moved, -STEEPEST, STEEPEST)
+        self._offered[kind] *= DECAY
+        self._taken[kind] *= DECAY
+        self._offered[kind, : len(x) - 1] += 1
+        self._taken[kind, hit] += 1
+
+    def shares(self, *, seeded: bool = False) -> tuple[float, ...] | None:
+        """How often candidates of each rank were taken; None while too little was seen to say."""
+        offered, taken = self._offered[int(seeded)], self._taken[int(seeded)]
+        if offered[0] < ENOUGH:
+            return None
+        return tuple(float(t / o) for t, o in zip(taken, offered, strict=True) if o >= ENOUGH)
 
     def save(self, path: Path) -> None:
         """Keep what was learned for the next run; what cannot be written is only learned again."""
-        table = {name: getattr(self, f"_{name}").tolist() for name in ("weights", "curvature", "damping")}
+        table = {name: getattr(self, f"_{name}").tolist() for name in LEARNED}
         part = path.with_suffix(".part")
         path.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(json.dumps(table))
@@ -80,12 +96,13 @@ class Predictor:
         """Take over what was saved; a file that is missing, damaged or of another shape is ignored."""
         try:
             table = json.loads(path.read_text())
-            found = {name: np.array(table[name], float) for name in ("weights", "curvature", "damping")}
+            found = {name: np.array(table[name], float) for name in LEARNED}
         except (OSError, ValueError, KeyError, TypeError):
             return
         if all(v.shape == getattr(self, f"_{k}").shape and np.isfinite(v).all() for k, v in found.items()):
             self._weights = np.clip(found["weights"], -STEEPEST, STEEPEST)
             self._curvature, self._damping = found["curvature"], np.maximum(found["damping"], LEAST_DAMPING)
+            self._offered, self._taken = found["offered"], found["taken"]
 
 
 def _features(confidence: Floats) -> Floats:
@@ -104,4 +121,5 @@ def _features(confidence: Floats) -> Floats:
 def _chances(x: Floats, weights: Floats) -> Floats:
     score = x @ weights
     p: Floats = np.exp(score - score.max())
-    return p / p.sum()
+    p /= p.sum()
+    return p

@@ -48,7 +48,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     if policy.drafts and settings.draft is not None:
         draft = open_draft(settings.draft, text.vocabulary, threads=settings.threads, provider=settings.provider)
     predictor = Predictor(enabled=settings.predictor)
-    table = settings.cache / "predictor" / f"{_pair(settings, text)}.json"
+    table = table_file(settings.cache, settings.draft, text.vocabulary.fingerprint)
     predictor.load(table)
     turns = itertools.cycle(settings.addresses)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
@@ -82,8 +82,7 @@ async def _connect(address: Address, round_trip: float) -> Channel:
     return DelayedChannel(channel, round_trip) if round_trip else channel
 
 
-def _pair(settings: Settings, text: Text) -> str:
-    """A name for (draft, target vocabulary) on this machine: a table is only good for the pair it was learned on."""
-    size = settings.draft.stat().st_size if settings.draft else 0
-    known = f"{settings.draft.name if settings.draft else ''}:{size}:{text.vocabulary.fingerprint}"
-    return hashlib.sha256(known.encode()).hexdigest()[:16]
+def table_file(cache: Path, draft: Path | None, fingerprint: str) -> Path:
+    """Where the predictor's table of (draft, target vocabulary) is kept: it is only good for the pair it was learned on."""
+    known = f"{draft.name if draft else ''}:{draft.stat().st_size if draft else 0}:{fingerprint}"
+    return cache / "predictor" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"

@@ -65,7 +65,9 @@ async def serve_until_stopped(
     async with listening(app, host, port) as address:
         ready(address)
         notify_systemd("READY=1")
+        watched = asyncio.create_task(_keep_watched())
         await stop.wait()
+        watched.cancel()
         notify_systemd("STOPPING=1")
 
 
@@ -84,6 +86,16 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as e:
         text = f"cannot listen on {host}:{port}: {e.strerror or e}; choose another with --port"
         raise PacelineError(text) from None
+
+
+async def _keep_watched() -> None:
+    """Tell systemd that this loop still turns, twice in the time after which it would restart us (sd_watchdog_enabled(3))."""
+    told, whose = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    if not told.isdigit() or int(told) == 0 or whose not in ("", str(os.getpid())):
+        return
+    while True:
+        notify_systemd("WATCHDOG=1")
+        await asyncio.sleep(int(told) / 2e6)
 
 
 def notify_systemd(state: str) -> None:

@@ -33,6 +33,7 @@ class Tokenizer(Protocol):
     def piece(self, token: int, *, special: bool = False) -> bytes: ...
     def end_tokens(self) -> list[int]: ...
     def control_tokens(self) -> list[int]: ...
+    def close(self) -> None: ...
 
 
 class Text:
@@ -44,6 +45,10 @@ class Text:
         self.end_tokens = self._model.end_tokens()
         self._template = self._model.chat_template
         self._spelt = Spelt([self._spelling(i) for i in self._model.control_tokens()])
+
+    def close(self) -> None:
+        """Free the vocabulary; the text is not used afterwards."""
+        self._model.close()
 
     def prompt(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of a conversation, up to where the assistant begins to speak. Raises PacelineError.

@@ -61,6 +61,9 @@ class JsonTokenizer:
         """Ids whose spelling in a text becomes the token only with `special`."""
         return sorted(self._special)
 
+    def close(self) -> None:
+        """Nothing to free."""
+
     def _in_order(self) -> list[str]:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         spellings = [""] * (max(vocabulary.values(), default=-1) + 1)

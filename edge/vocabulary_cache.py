@@ -26,7 +26,9 @@ def vocabulary_file(addresses: Sequence[Address], cache: Path, *, remembered: bo
     path = cache / "vocabulary" / f"{facts.fingerprint}.vocabulary"
     if not path.is_file():
         _keep(path, fetch_vocabulary(address))
-    found = Text(path).vocabulary
+    text = Text(path)
+    found = text.vocabulary
+    text.close()
     if found.fingerprint != facts.fingerprint:
         path.unlink()
         raise LinkError(f"{address.url}: the vocabulary it gives out is not that of its model {facts.model!r}")

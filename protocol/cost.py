@@ -11,7 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DECAY = 0.98
+DECAY = 0.98  # of what is known, with each step: about the last fifty count
+ADRIFT, ADRIFT_DECAY = (
+    3,
+    0.7,
+)  # after so many steps in a row that took over twice or under half of it, the last few count
 MIN_SECONDS = 1e-6
 
 
@@ -19,13 +23,20 @@ class StepCost:
     """a + b (n - 1), by least squares over decayed measurements."""
 
     def __init__(self, table: Sequence[tuple[int, float]]) -> None:
+        self._way = self._off = 0  # longer (1) or shorter (-1) than expected, and for how many steps by now
         self._n = self._x = self._y = self._xx = self._xy = 0.0
         for rows, seconds in table:
             self._add(rows - 1, seconds)
 
     def learn(self, rows: int, seconds: float) -> None:
+        """A step took so long. A machine that is slowed down by its heat, or no longer is, is known within a few steps."""
+        expected = self(rows)
+        way = (seconds > 2 * expected) - (2 * seconds < expected)
+        self._off = self._off + 1 if way and way == self._way else abs(way)
+        self._way = way
+        decay = ADRIFT_DECAY if self._off >= ADRIFT else DECAY
         for name in ("_n", "_x", "_y", "_xx", "_xy"):
-            setattr(self, name, getattr(self, name) * DECAY)
+            setattr(self, name, getattr(self, name) * decay)
         self._add(rows - 1, seconds)
 
     def __call__(self, rows: int) -> float:

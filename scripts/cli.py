@@ -13,6 +13,7 @@ from paceline.scripts.command_bench import app as bench_app
 from paceline.scripts.command_chat import chat
 from paceline.scripts.command_cloud import cloud
 from paceline.scripts.command_demo import demo
+from paceline.scripts.command_doctor import doctor
 from paceline.scripts.command_edge import edge
 from paceline.scripts.lab.command_plan import plan
 from paceline.scripts.version import installed
@@ -104,6 +105,7 @@ app.add_typer(bench_app, name="bench")
 app.command("chat")(chat)
 app.command("edge")(edge)
 app.command("cloud")(cloud)
+app.command("doctor")(doctor)
 app.command("demo")(demo)
 app.command("plan")(plan)
 

@@ -50,6 +50,7 @@ def chat(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the answer during which this command was killed.")
     ] = False,
+    power: options.Power = "full",
     threads: options.Threads = None,
     provider: options.Provider = None,
     rtt: options.RoundTrip = 0.0,
@@ -60,11 +61,13 @@ def chat(
 
     from paceline.edge.conversation import Conversation
     from paceline.edge.policies import policy as policy_named
+    from paceline.edge.policies import with_power
     from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.models import cache_folder
     from paceline.scripts.verifier import Choice, verifier
 
+    policy = with_power(policy, power)
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if offline not in (None, "draft"):

@@ -39,6 +39,7 @@ def edge(
     target: options.Target = None,
     draft: options.Draft = None,
     policy: options.PolicyName = "stream",
+    power: options.Power = "full",
     threads: options.Threads = None,
     provider: options.Provider = None,
     rtt: options.RoundTrip = 0.0,
@@ -52,11 +53,13 @@ def edge(
     import asyncio
 
     from paceline.edge.policies import policy as policy_named
+    from paceline.edge.policies import with_power
     from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.models import cache_folder
     from paceline.scripts.verifier import Choice, verifier
 
+    policy = with_power(policy, power)
     chosen = policy_named(policy)
     keys = frozenset(client_key or ())
     if any(not k.strip() for k in keys):

@@ -7,11 +7,14 @@ Knows ranges, hashes and part files; knows nothing about packages or models. An 
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import requests
 from paceline.protocol.errors import PacelineError
 from paceline.quant.landing import disk_errors, settle
+
+if TYPE_CHECKING:
+    import requests  # 7 MB, which an agent whose models are there never needs
 
 #: Called with (bytes there, bytes in all), both of one file.
 Report = Callable[[int, int], None]
@@ -34,7 +37,7 @@ def silent(done: int, total: int) -> None:
 
 
 def download(
-    url: str, target: Path, *, sha256: str, session: requests.Session, size: int, report: Report = silent
+    url: str, target: Path, *, sha256: str, session: "requests.Session", size: int, report: Report = silent
 ) -> None:
     """Fetch `url` to `target` (`size` bytes); go on where an earlier try was cut.
 
@@ -72,8 +75,10 @@ def check(path: Path, sha256: str) -> None:
         )
 
 
-def _fill(url: str, part: Path, session: requests.Session, size: int, report: Report) -> None:
+def _fill(url: str, part: Path, session: "requests.Session", size: int, report: Report) -> None:
     """Bring `part` to `size` bytes, over as many connections as it takes while they bring anything."""
+    import requests
+
     idle = 0
     while (before := held(part)) != size:
         if before > size:
@@ -94,8 +99,10 @@ def _fill(url: str, part: Path, session: requests.Session, size: int, report: Re
                 )
 
 
-def _append(url: str, part: Path, session: requests.Session, size: int, report: Report) -> None:
+def _append(url: str, part: Path, session: "requests.Session", size: int, report: Report) -> None:
     """One connection: ask for the rest, and take what comes, never more than `size` bytes in all."""
+    import requests
+
     done = held(part)
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
     with session.get(url, headers=headers, stream=True, timeout=_TIMEOUT) as reply:

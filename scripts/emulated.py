@@ -21,6 +21,7 @@ from paceline.scripts.pairs import files_of
 
 EMULATOR = "/usr/bin/qemu-aarch64-static"
 PYTHON = [EMULATOR, "-E", "PYTHONPATH=/opt/site", "-E", "PACELINE_CACHE=/tmp/paceline", "/usr/bin/python3"]
+VERIFY_FLOOR = 10.0  # seconds of a step there: what a target would have to take for an emulated draft to pay
 PATIENCE = 1800.0  # seconds; emulation of a draft is slow, and slower where the machine has other work
 
 
@@ -76,7 +77,7 @@ def machine(root: Path) -> str:
 def main(
     root: Annotated[Path, typer.Argument(help="An aarch64 root with Python, the packages and llama.cpp in /opt/site.")],
     question: Annotated[str, typer.Option(help="What is asked.")] = "Name three colours.",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 24,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the answer, at most.")] = 12,
 ) -> None:
     """Ask an emulated agent once, and the verifier alone; exit status 1 if the texts differ or nothing was drafted."""
     import shutil
@@ -84,7 +85,7 @@ def main(
     files = files_of("smollm2", None, None)
     shutil.copyfile(files.draft, root / "models" / "draft.gguf")
     report: dict[str, Any] = {"machine": machine(root)}
-    with local_verifier(["--model", str(files.target), "--verify-floor", "0.5"]) as verifier:
+    with local_verifier(["--model", str(files.target), "--verify-floor", str(VERIFY_FLOOR)]) as verifier:
         begin = time.monotonic()
         with edge_in(root, ["--url", verifier, "--draft", "/models/draft.gguf", "--threads", "1"]) as url:
             report["seconds_to_start"] = round(time.monotonic() - begin, 1)

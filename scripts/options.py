@@ -26,6 +26,7 @@ Provider = Annotated[str | None, typer.Option(help="What runs an ONNX draft: cpu
 PolicyName = Annotated[
     str, typer.Option("--policy", help="stream: draft here, verify there; ar: the cloud decodes alone.")
 ]
+Power = Annotated[str, typer.Option(help="low: draft only what will likely become text, for a battery or for heat.")]
 MaxTokens = Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of an answer, at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token every time.")]
 TopK = Annotated[int, typer.Option(help="Choose among so many tokens only; 0: all.")]

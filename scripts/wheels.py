@@ -16,12 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 from urllib.request import url2pathname
 
-import requests
 from paceline.quant.landing import DiskError, disk_errors, landing
 from paceline.scripts.downloads import DownloadError, RefusedError, Report, check, download, silent
+
+if TYPE_CHECKING:
+    import requests
 
 #: From this version on, `--dry-run` with fast-deps reads a few kilobytes of a wheel instead of all of it.
 _LAZY_PIP = (25, 3)
@@ -95,7 +98,9 @@ def pip_settings() -> dict[str, str]:
     return settings
 
 
-def _session(settings: dict[str, str], url: str) -> requests.Session:
+def _session(settings: dict[str, str], url: str) -> "requests.Session":
+    import requests
+
     session = requests.Session()
     session.verify = settings.get("cert", True)
     if (urlsplit(url).hostname or "") in re.split(r"[\s,:]", settings.get("trusted-host", "")):

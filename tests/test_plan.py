@@ -26,12 +26,12 @@ def url(smollm2_path: Path) -> Iterator[str]:
         yield address
 
 
-def test_a_live_verifier_is_measured(url: str, smollm2_draft_path: Path) -> None:
-    round_trip, step = measured(Address(url), "smollm2")
+def test_a_live_verifier_is_measured(url: str, smollm2_path: Path) -> None:
+    round_trip, step = measured(Address(url), smollm2_path)
     assert 0 < round_trip < 10
     assert step >= FLOOR
     with pytest.raises(PacelineError):
-        measured(Address("ws://127.0.0.1:9"), "smollm2")
+        measured(Address("ws://127.0.0.1:9"), smollm2_path)
 
 
 def test_a_plan_predicts_every_policy(url: str, smollm2_draft_path: Path, tmp_path: Path) -> None:

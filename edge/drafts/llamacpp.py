@@ -25,7 +25,6 @@ from paceline.protocol.tokens import common_prefix
 from paceline.protocol.vocabulary import Vocabulary
 
 BATCH = 256
-PROBE_ROWS = (1, 2, 4, 8)
 TAIL = 8  # tokens of the text that may run together with the tree's rows
 SPARE = 256  # cells a generation needs beside its prompt
 
@@ -84,7 +83,7 @@ class LlamaDraft:
         self._generations: dict[int, Generation] = {}
         self._opens = 0
         self._ran, self._forward, self._clock = 0, 0.0, clock
-        self.step_cost = self._measure()
+        self.step_cost = self._room.step_cost()
 
     def open(self, prompt: Sequence[int]) -> int:
         if len(prompt) + SPARE > self._room.limit:
@@ -208,19 +207,6 @@ class LlamaDraft:
                 self._forget(old)
             finally:
                 self._forward += self._clock() - begin
-
-    def _measure(self) -> list[tuple[int, float]]:
-        """(rows, seconds of a step) for a few widths: the best of three each."""
-        table = []
-        for rows in PROBE_ROWS:
-            times = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                self._room.context.decode([0] * rows, range(rows), [(0,)] * rows, [True] * rows)
-                times.append(time.perf_counter() - begin)
-                self._room.context.clear()
-            table.append((rows, min(times)))
-        return table
 
     # ---- room
 

@@ -4,11 +4,13 @@ llama.cpp writes to every cell when it makes a cache, and to a row of logits for
 needs yet costs real memory. Most chats end in the small room.
 """
 
+import time
 from collections.abc import Iterable
 
 from paceline.kernels.llama import MAX_SEQUENCES, Context, Model
 from paceline.protocol.errors import EngineError
 
+PROBE_ROWS = (1, 2, 4, 8)
 FIRST_CELLS, FIRST_SEQUENCES = 1024, 64
 
 
@@ -55,6 +57,19 @@ class Room:
             self.limit, self._largest = small
         self.free = [s for s in self.free if s not in saved]
         return {sequence for sequence, state in saved.items() if self.context.restore(sequence, state)}
+
+    def step_cost(self) -> list[tuple[int, float]]:
+        """(rows, seconds of a step) for a few widths: the best of three each. Nothing is cached before or afterwards."""
+        table = []
+        for rows in PROBE_ROWS:
+            times = []
+            for _ in range(3):
+                begin = time.perf_counter()
+                self.context.decode([0] * rows, range(rows), [(0,)] * rows, [True] * rows)
+                times.append(time.perf_counter() - begin)
+                self.context.clear()
+            table.append((rows, min(times)))
+        return table
 
     def close(self) -> None:
         self.context.close()

@@ -55,8 +55,10 @@ def plan(
     if measure is not None:
         from paceline.edge.websocket import Address
         from paceline.scripts.lab.live import measured
+        from paceline.scripts.pairs import files_of, vocabulary_of
 
-        rtt, seconds = measured(Address(measure, key, False, authority), pair)
+        vocabulary = vocabulary_of(files_of(pair, None, None).target)
+        rtt, seconds = measured(Address(measure, key, False, authority), vocabulary)
     question = Question(
         pair, edge, seconds, (rtt,), tuple(policies.split(",")), prompts, count, 0, max_tokens, 0.0, 0, LEARN, TUNE,
         True, None, 0.0, 0.0, 0.0, 0.0, None,

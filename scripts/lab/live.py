@@ -11,14 +11,12 @@ from paceline.edge.websocket import Address
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
-from paceline.scripts.pairs import files_of, vocabulary_of
 
 TOKENS = 24
 
 
-def measured(address: Address, pair: str) -> tuple[float, float]:
+def measured(address: Address, vocabulary: Path) -> tuple[float, float]:
     """Seconds of (a round trip, a verification). Raises PacelineError if the verifier cannot be reached."""
-    vocabulary = vocabulary_of(files_of(pair, None, None).target)
     return asyncio.run(_measure(address, vocabulary))
 
 

@@ -58,6 +58,26 @@ def test_it_serves_and_ends_when_told_to(system: Any, edge: Start) -> None:
     assert process.wait(15) == 0
 
 
+def test_systemd_hears_that_it_serves_that_it_goes_on_and_that_it_ends(
+    system: Any, edge: Start, tmp_path: Path
+) -> None:
+    """As a unit of Type=notify with a watchdog is told, on a socket that stands for systemd's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.settimeout(120)
+        ear.bind(str(tmp_path / "notify"))
+        told = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+        process, line = edge("--url", system.verifier, **told)
+        assert httpx.get(f"{address(line)}/version", timeout=60).status_code == 200
+        heard = [ear.recv(100) for _ in range(4)]
+        process.send_signal(signal.SIGTERM)
+        while heard[-1] == b"WATCHDOG=1":
+            heard.append(ear.recv(100))
+        assert heard[0] == b"READY=1"
+        assert set(heard[1:-1]) == {b"WATCHDOG=1"}
+        assert heard[-1] == b"STOPPING=1"
+        assert process.wait(15) == 0
+
+
 def test_it_starts_while_the_verifier_it_knows_is_away(system: Any, edge: Start) -> None:
     """A device that boots before its network: up, unhealthy, and saying why."""
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
@@ -87,6 +107,17 @@ def _rename_note(process: subprocess.Popen[str], known: str, other: str) -> None
     name = {url: hashlib.sha256(url.encode()).hexdigest()[:16] for url in (known, other)}
     folder = Path(cache) / "vocabulary"
     (folder / f"{name[known]}.last").rename(folder / f"{name[other]}.last")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells what memory a process holds")
+def test_an_idle_agent_with_the_default_draft_takes_under_250_megabytes(
+    system: Any, edge: Start, smollm2_draft_path: Path
+) -> None:
+    process, line = edge("--url", system.verifier, "--policy", "stream", "--draft", str(smollm2_draft_path))
+    address(line)
+    told = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+    held = {name: int(kilobytes) // 1024 for name, kilobytes in re.findall(r"^(\w+): +(\d+) kB", told, re.MULTILINE)}
+    assert held["Rss"] < 250, held
 
 
 def test_an_open_address_without_keys_is_pointed_out(system: Any, edge: Start) -> None:
