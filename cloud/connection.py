@@ -57,7 +57,7 @@ class Connection:
     async def serve(self) -> None:
         """Answer frames until the edge goes or has to go."""
         writer = asyncio.create_task(self._write())
-        self._house.open_connections.add(self)
+        self._house.open_connections[self] = None
         self._owner.connections += 1
         try:
             while self._handle_frame(await self._receive_frame()):
@@ -68,7 +68,7 @@ class Connection:
         except (ChannelClosed, TimeoutError):
             pass
         finally:
-            self._house.open_connections.discard(self)
+            self._house.open_connections.pop(self, None)
             self._owner.connections -= 1
             writer.cancel()
             for seat in list(self._seats.values()):

@@ -51,7 +51,7 @@ class House:
     clock: Callable[[], float] = field(default=lambda: 0.0)
     bounds: Bounds = field(default_factory=Bounds)
     waiting: dict[str, Waiting] = field(default_factory=dict)  # by resume token
-    open_connections: set[Guest] = field(default_factory=set)
+    open_connections: dict[Guest, None] = field(default_factory=dict)  # in the order of coming
     draining: bool = False
     owners: dict[str, Owner] = field(default_factory=dict)
     admission: Admission = field(init=False)
