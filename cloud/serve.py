@@ -14,6 +14,7 @@ from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.cloud.settings import Settings
+from paceline.cloud.spans import Spans
 from paceline.protocol.errors import PacelineError
 
 __all__ = ["ENGINES", "Settings", "load_engine", "serve"]
@@ -85,6 +86,8 @@ async def serve(
     )
     if vocabulary is not None and getattr(engine, "masks", False):
         house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
+    if settings.otel:
+        house.spans = Spans.exporting()
     keys = Keys(settings.keys) if settings.keys is not None else None
     tls = None
     if settings.tls_certificate is not None:
@@ -108,6 +111,8 @@ async def serve(
         await stepping
     await server.wait_closed()
     thread.close()
+    if house.spans is not None:
+        await loop.run_in_executor(None, house.spans.close)
 
 
 class Stop:

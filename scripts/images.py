@@ -26,7 +26,14 @@ FILES = {"cloud": "cloud/Dockerfile", "edge": "edge/Dockerfile"}
 MIRROR = "http://deb.debian.org/debian"
 PYTHON_IMAGE = re.compile(r"python:3\.11-slim-(\w+)$")  # a Debian whose own Python is that version
 PACKAGES = "python3,python3-venv,ca-certificates"
-PASSED = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_DEFAULT_TIMEOUT", "http_proxy", "https_proxy", "no_proxy")
+PASSED = (
+    "PIP_INDEX_URL",
+    "PIP_EXTRA_INDEX_URL",
+    "PIP_DEFAULT_TIMEOUT",
+    "CMAKE_BUILD_PARALLEL_LEVEL",
+    "https_proxy",
+    "no_proxy",
+)
 TRUST = "/etc/ssl/certs/ca-certificates.crt"
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
