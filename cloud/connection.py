@@ -56,8 +56,7 @@ class Connection:
     async def serve(self) -> None:
         """Answer frames until the edge goes or has to go."""
         writer = asyncio.create_task(self._write())
-        self._house.open_connections.add(self)
-        self._owner.connections += 1
+        self._house.enter(self, self._owner)
         try:
             while self._handle_frame(await self._receive_frame()):
                 if (wait := self._owner.messages.wait()) > 0:
@@ -67,11 +66,10 @@ class Connection:
         except (ChannelClosed, TimeoutError):
             pass
         finally:
-            self._house.open_connections.discard(self)
-            self._owner.connections -= 1
             writer.cancel()
             for seat in list(self._seats.values()):
                 self._release(seat, keep=True)
+            self._house.leave(self, self._owner)
             await self._channel.close()
 
     async def _receive_frame(self) -> bytes | str:

@@ -9,6 +9,7 @@ from paceline.cloud.driver import Driver
 from paceline.cloud.grammar import Grammars
 from paceline.cloud.limits import Admission, Allowance, Bounds, Owner
 from paceline.cloud.scheduler import Seat
+from paceline.cloud.spans import Spans
 from paceline.protocol.cloud_session import CloudSession
 from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.messages import BACKUP, GRAMMAR, Goaway, Message, Open
@@ -50,13 +51,12 @@ class House:
     session_ttl: float = 60.0
     grammars: Grammars | None = None  # None: no text can be kept to a grammar
     traits: tuple[str, ...] = ()  # features of `welcome` that come from what runs the target
-    demand: Callable[[Open], None] = lambda opened: (
-        None
-    )  # raises ProtocolError for what the target's engine cannot honour
+    demand: Callable[[Open], None] = lambda opened: None  # raises ProtocolError for what the engine cannot honour
+    spans: Spans | None = None  # None: nobody traces
     clock: Callable[[], float] = field(default=lambda: 0.0)
     bounds: Bounds = field(default_factory=Bounds)
     waiting: dict[str, Waiting] = field(default_factory=dict)  # by resume token
-    open_connections: set[Guest] = field(default_factory=set)
+    open_connections: dict[Guest, None] = field(default_factory=dict)  # in the order of coming
     draining: bool = False
     owners: dict[str, Owner] = field(default_factory=dict)
     admission: Admission = field(init=False)
@@ -74,6 +74,20 @@ class House:
     @property
     def connections(self) -> int:
         return len(self.open_connections)
+
+    def enter(self, guest: Guest, owner: Owner) -> None:
+        """A connection begins."""
+        self.open_connections[guest] = None
+        owner.connections += 1
+        if self.spans is not None:
+            self.spans.came(guest.id, owner.name)
+
+    def leave(self, guest: Guest, owner: Owner) -> None:
+        """It has ended, and its sessions were released."""
+        self.open_connections.pop(guest, None)
+        owner.connections -= 1
+        if self.spans is not None:
+            self.spans.went(guest.id)
 
     def owner(self, name: str = "", allowance: Allowance | None = None) -> Owner:
         """Whoever has the key of that name, with what it may do by now; without keys each connection is one."""
@@ -101,7 +115,10 @@ class House:
     # ---- sessions
 
     def seat(self, guest: Guest, seat: Seat, owner: Owner) -> None:
-        self.seated[seat.session.resume_token] = (guest, seat, owner)
+        session = seat.session
+        self.seated[session.resume_token] = (guest, seat, owner)
+        if self.spans is not None:
+            self.spans.seated(session.resume_token, guest.id, resumed=bool(session.committed))
         self.admission.enter(seat, owner)
 
     def unseat(self, seat: Seat, owner: Owner, *, keep: bool) -> None:
@@ -109,7 +126,11 @@ class House:
         session = seat.session
         entry = self.seated.pop(session.resume_token, None)
         self.admission.leave(seat, owner)
-        note(session, owner, "detached" if keep else session.finish or "ended", entry[0].id if entry else "")
+        end = "detached" if keep else session.finish or "ended"
+        figures = figures_of(session, owner, end, entry[0].id if entry else "")
+        audit.info("session %s", end, extra={"figures": figures})
+        if self.spans is not None:
+            self.spans.left(session.resume_token, figures)
         if keep:
             self._leave(session, owner)
 
@@ -136,10 +157,10 @@ class House:
             del self.waiting[token]
 
 
-def note(session: CloudSession, owner: Owner, end: str, connection: str) -> None:
-    """One line for the audit when a session ends or loses its edge. Whose, how much and how well: never what."""
+def figures_of(session: CloudSession, owner: Owner, end: str, connection: str) -> dict[str, str | int]:
+    """For the audit when a session ends or loses its edge. Whose, how much and how well: never what."""
     c = session.counters
-    figures = {
+    return {
         "key": owner.name,
         "connection": connection,
         "sid": session.sid,
@@ -152,4 +173,3 @@ def note(session: CloudSession, owner: Owner, end: str, connection: str) -> None
         "accepted": c.accepted,
         "end": end,
     }
-    audit.info("session %s", end, extra={"figures": figures})

@@ -15,6 +15,7 @@ from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Runner, Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.cloud.settings import Settings
+from paceline.cloud.spans import Spans
 from paceline.protocol.errors import PacelineError
 
 __all__ = ["ENGINES", "Settings", "drain", "house_of", "load_backup", "load_engine", "serve"]
@@ -97,6 +98,8 @@ def house_of(
     )
     if vocabulary is not None and getattr(engine, "masks", False):
         house.grammars = Grammars.of(vocabulary, engine.vocabulary.size)
+    if settings.otel:
+        house.spans = Spans.exporting()
     return house
 
 
@@ -135,6 +138,8 @@ async def serve(
         await stepping
     await server.wait_closed()
     thread.close()
+    if house.spans is not None:
+        await loop.run_in_executor(None, house.spans.close)
 
 
 class Stop:

@@ -55,6 +55,7 @@ class Settings(BaseSettings):
     tls_clients: Path | None = None
     log_format: Literal["text", "json"] = "text"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otel: bool = False  # send spans, as the OTEL_* variables say
 
     @property
     def bounds(self) -> Bounds:

@@ -51,6 +51,9 @@ def cloud(
     ] = None,
     log_format: Annotated[str, typer.Option(help="text or json, one object a line.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    otel: Annotated[
+        bool, typer.Option("--otel", help="Send OpenTelemetry spans, to where OTEL_EXPORTER_OTLP_ENDPOINT says.")
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(envvar="PACELINE_CLOUD_CONFIG", help="TOML file of settings; flags and environment win."),

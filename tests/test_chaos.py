@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import fields
 from random import Random
 
 import pytest
@@ -11,12 +12,18 @@ from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.codec import decode_from_cloud, decode_from_edge, encode
-from paceline.protocol.errors import Code, LinkError
+from paceline.protocol.errors import Code, LinkError, PacelineError
 from paceline.protocol.messages import Commit, Draft, Error, Hello, Open, Opened
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.answers import Question, Tally
+from paceline.scripts.chaos.disks import filling
 from paceline.scripts.chaos.guess import GuessingDraft
+from paceline.scripts.chaos.kills import running
+from paceline.scripts.chaos.pipe import ByteFaults, ByteRates, HostileProxy
+from paceline.scripts.chaos.rubble import breaking
+from paceline.scripts.chaos.soak import Soak, sample, soak
 from paceline.scripts.chaos.town import Plan, Verifier, campaign
+from paceline.scripts.chaos.trend import trend
 from paceline.scripts.chaos.wire import Rates
 from paceline.scripts.lab.virtual import draft_runner, run
 
@@ -49,6 +56,85 @@ def test_the_tally_notices() -> None:
     tally.count([1], [1, 2], stopped=True)
     tally.lose("silence")
     assert (tally.answers, tally.altered, tally.lost) == (5, 2, 1)
+
+
+# ---- real processes and bytes
+
+
+def test_broken_bytes_alter_and_lose_nothing() -> None:
+    """Every kind of break many times as often as a network has it."""
+    rates = ByteRates(**{f.name: 0.01 for f in fields(ByteRates)} | {"half_open": 0.0, "silence": 0.0, "stall": 0.0})
+    faults, tally = breaking(40, seed=2, rates=rates, edges=8)
+    assert tally.answers >= 8
+    assert tally.whole, tally.reasons
+    assert {fault for fault in faults if faults[fault]} >= {"reset", "end", "truncate", "flip", "duplicate", "swap"}
+
+
+def test_full_disks_and_killed_edges_alter_and_lose_nothing() -> None:
+    faults, tally = filling(2, seed=4)
+    assert tally.answers == 2
+    assert tally.whole, tally.reasons
+    assert faults["full disk"] >= 2
+
+
+async def test_a_proxy_without_faults_carries_every_byte() -> None:
+    """So that what the others see is what was done on purpose."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read())
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    faults = ByteFaults(Random(0), ByteRates(**{f.name: 0.0 for f in fields(ByteRates)}))
+    async with HostileProxy(server.sockets[0].getsockname()[1], faults) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+        sent = bytes(range(256)) * 400
+        writer.write(sent)
+        writer.write_eof()
+        assert await reader.read() == sent
+        writer.close()
+    server.close()
+    assert not sum(faults.done.values())
+
+
+# ---- the soak
+
+
+def test_a_level_series_is_flat_and_a_leak_is_not() -> None:
+    rng, times = Random(1), [5.0 * i for i in range(720)]
+    level = trend(times, [100 + rng.gauss(0, 2) for _ in times])
+    assert level.flat()
+    assert level.mean == pytest.approx(100, abs=1)
+    leak = trend(times, [100 + rng.gauss(0, 2) + 3 * t / 3600 for t in times])
+    assert not leak.flat()
+    assert leak.change == pytest.approx(3, abs=0.5)
+    assert not trend(times, [0.4 - 0.05 * t / 3600 + rng.gauss(0, 0.02) for t in times]).flat(0.02)
+    with pytest.raises(ValueError, match="six"):
+        trend(times[:5], times[:5])
+
+
+def test_a_short_soak_answers_everything_and_reports() -> None:
+    """Nothing is asserted of memory: so short a time is all warming up."""
+    told: list[str] = []
+    made = asyncio.run(soak(8.0, seed=1, edges=3, longest=60, tell=told.append))
+    assert made.tally.answers > 0
+    assert made.tally.whole, made.tally.reasons
+    said = "\n".join(made.lines())
+    assert "MiB an hour, noise" in said
+    assert "0 altered, 0 lost" in said
+    assert len(told) == len(made.samples) > 6
+    assert all(s.verifier.own > 2**20 and s.edge.own > 2**20 for s in made.samples)
+
+
+def test_a_process_that_dies_in_the_soak_is_said() -> None:
+    async def main() -> None:
+        edge = await asyncio.create_subprocess_exec("true")
+        await edge.wait()
+        with pytest.raises(PacelineError, match="is gone after"):
+            async with running(1) as [verifier]:
+                await sample(Soak(), 10.0, verifier, edge, None, print)
+
+    asyncio.run(main())
 
 
 # ---- what campaigns found

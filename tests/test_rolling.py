@@ -12,10 +12,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import pytest
-from paceline.scripts.chaos.answers import Tally
-from paceline.scripts.chaos.kills import ask_until, connecting, free_port, real_agent, running
+from paceline.cloud.engines.toy import ToyEngine
+from paceline.protocol.channel import Channel
+from paceline.scripts.chaos.answers import Question, Tally
+from paceline.scripts.chaos.kills import ask, ask_until, connecting, free_port, real_agent, running
 
 DEPLOY = Path(__file__).parent.parent / "cloud" / "deploy"
 COMMANDS = {
@@ -26,13 +29,16 @@ FILES = {"haproxy": "haproxy.cfg", "nginx": "nginx.conf"}
 
 
 @contextmanager
-def proxy(name: str, folder: Path, ports: list[int]) -> Iterator[str]:
-    """The address of a proxy in front of these two ports."""
+def proxy(name: str, folder: Path, ports: list[int], changed: tuple[str, str] | None = None) -> Iterator[str]:
+    """The address of a proxy in front of these two ports, with one setting `changed` from what is shipped."""
     port = free_port()
     text = (DEPLOY / FILES[name]).read_text()
     for shipped, used in zip((8765, 8766, 8767), (port, *ports), strict=True):
         assert f"127.0.0.1:{shipped}" in text
         text = text.replace(f"127.0.0.1:{shipped}", f"127.0.0.1:{used}")
+    if changed is not None:
+        assert changed[0] in text
+        text = text.replace(*changed)
     file = folder / FILES[name]
     file.write_text(text)
     process = subprocess.Popen(COMMANDS[name](file), cwd=folder, stderr=(folder / "said").open("w"))
@@ -73,6 +79,33 @@ async def test_a_rolling_restart_loses_and_alters_nothing(name: str, tmp_path: P
             done.set()
             await asyncio.gather(*asking)
     assert tally.answers >= 4
+    assert tally.whole, tally.reasons
+
+
+async def test_a_proxy_that_closes_idle_connections_costs_no_answer(tmp_path: Path) -> None:
+    """nginx, less patient than the pings are frequent: it closes the link again and again, and every answer is right."""
+    if shutil.which("nginx") is None:
+        pytest.skip("nginx is not installed; apt-get install nginx-light")
+    tally, drawn, target = Tally(), Random(1), ToyEngine()
+    async with running(1) as [verifier]:
+        changed = ("proxy_read_timeout 60s", "proxy_read_timeout 700ms")
+        with proxy("nginx", tmp_path, [verifier.port, free_port()], changed) as url:
+            await listening(url)
+            connections: list[Channel] = []
+            reach = connecting([url])
+
+            async def connect() -> Channel:
+                connections.append(await reach())
+                return connections[-1]
+
+            async with real_agent(connect) as agent:
+                for _ in range(3):
+                    before = len(connections)
+                    while len(connections) < before + 2:  # noqa: ASYNC110 - closed by another process
+                        await asyncio.sleep(0.05)
+                    question = Question.drawn(drawn, target.vocabulary.size, 100)
+                    await ask(agent, question, question.answer(target), tally)
+    assert tally.answers == 3
     assert tally.whole, tally.reasons
 
 

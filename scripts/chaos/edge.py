@@ -1,6 +1,6 @@
 """An edge as a process, to be killed: asks one question, keeps what it holds in a file, goes on from there when started again.
 
-Its last line is the whole answer as JSON.
+Its last line is the whole answer as JSON; on standard error it says from where it goes on, and every attempt to connect.
 """
 
 import argparse
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.held import Keeping, read_held
+from paceline.edge.websocket import Address
+from paceline.protocol.channel import Channel
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.kills import connecting, real_agent
 
@@ -27,14 +29,22 @@ def main() -> None:
 
 
 async def _answer(urls: list[str], state: Path, tokens: int, seed: int) -> list[int]:
-    agent = real_agent(connecting(urls), seed)
+    reach = connecting([Address(url, insecure=True) for url in urls])
+
+    async def connect() -> Channel:
+        print("connects", file=sys.stderr, flush=True)
+        channel = await reach()
+        print("connected", file=sys.stderr, flush=True)
+        return channel
+
+    agent = real_agent(connect, seed)
     keeping = Keeping(agent, state, time.perf_counter, fingerprint=ToyEngine().vocabulary.fingerprint)
     held = read_held(state)
     text = list(held.tokens) if held is not None else []
+    print(f"from {len(text)}", file=sys.stderr, flush=True)
     async with agent:
         sampling = Sampling(seed=seed, temperature=0.9)
         events = keeping.go_on(held) if held is not None else keeping.generate((1, 2, seed % 12), sampling, tokens)
-        print(f"from {len(text)}", file=sys.stderr, flush=True)
         async for event in events:
             text.extend(event.tokens)
     return text

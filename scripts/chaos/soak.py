@@ -129,7 +129,7 @@ async def soak(
             ):
                 strangers = asyncio.create_task(_strangers(verifier.port, made.faults, Random(seed + 1)))
                 await asyncio.sleep(WARM_SHARE * seconds)
-                await _sample(made, seconds, verifier, edge, certificate, tell)
+                await sample(made, seconds, verifier, edge, certificate, tell)
                 strangers.cancel()
         finally:
             await verifier.kill()
@@ -161,21 +161,23 @@ async def crowd(
             process.kill()
 
 
-async def _sample(
+async def sample(
     made: Soak,
     seconds: float,
     verifier: Process,
     edge: "asyncio.subprocess.Process",
-    certificate: Path,
+    certificate: Path | None,
     tell: Callable[[str], None],
 ) -> None:
+    """Look at both processes for so long; without a `certificate` the verifier speaks in the clear. Raises PacelineError."""
     loop, begin = asyncio.get_running_loop(), time.monotonic()
-    context = ssl.create_default_context(cafile=certificate)
+    context = ssl.create_default_context(cafile=certificate) if certificate else None
+    url = f"{'https' if certificate else 'http'}://127.0.0.1:{verifier.port}/metrics"
     count = max(min(SAMPLES, int(seconds)), 10)
     for i in range(count + 1):
         await asyncio.sleep(begin + i * seconds / count - time.monotonic())
         try:
-            m = await loop.run_in_executor(None, metrics, f"https://127.0.0.1:{verifier.port}/metrics", context)
+            m = await loop.run_in_executor(None, metrics, url, context)
             memory = Memory.of(verifier.pid), Memory.of(edge.pid)
         except OSError as e:
             raise PacelineError(f"a process of the soak is gone after {time.monotonic() - begin:.0f} s ({e})") from None

@@ -161,8 +161,8 @@ class Town:
         await edge.start()
 
     async def _jump(self) -> None:
-        everyone: list[Edge | Verifier] = [*self._edges, *self._verifiers]
-        whose = self.random.choice(everyone)
+        clocks: list[Edge | Verifier] = [*self._edges, *self._verifiers]
+        whose = self.random.choice(clocks)
         self.faults.done[f"jump of {'an edge' if isinstance(whose, Edge) else 'a verifier'}'s clock"] += 1
         whose.clock_error += self.random.choice([-3600.0, -1.0, 1.0, 30.0, 86400.0])
 
