@@ -103,5 +103,6 @@ def _features(confidence: Floats) -> Floats:
 
 def _chances(x: Floats, weights: Floats) -> Floats:
     score = x @ weights
-    p: Floats = np.exp(score - score.max())
-    return p / p.sum()
+    weight = np.exp(score - score.max())
+    p: Floats = weight / weight.sum()
+    return p
