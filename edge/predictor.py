@@ -120,6 +120,6 @@ def _features(confidence: Floats) -> Floats:
 
 def _chances(x: Floats, weights: Floats) -> Floats:
     score = x @ weights
-    p: Floats = np.exp(score - score.max())
-    p /= p.sum()
+    weight = np.exp(score - score.max())
+    p: Floats = weight / weight.sum()
     return p

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from random import Random
 
+from paceline.cloud.backup import TopUp
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.engine import Engine
 from paceline.cloud.engines.toy import ToyEngine
@@ -24,11 +25,17 @@ class Verifier:
     """A verifier in memory. `connect` gives an edge its end of a new link; `cut` breaks all there are."""
 
     def __init__(
-        self, engine: Engine | None = None, *, floor: float = FLOOR, session_ttl: float = 60.0, sessions: int = 64
+        self,
+        engine: Engine | None = None,
+        *,
+        floor: float = FLOOR,
+        session_ttl: float = 60.0,
+        sessions: int = 64,
+        top_ups: Sequence[TopUp] = (),
     ) -> None:
         loop = asyncio.get_running_loop()
         self.engine = engine or ToyEngine()
-        self.scheduler = Scheduler(self.engine, run_engine, loop.time, floor=floor)
+        self.scheduler = Scheduler(self.engine, run_engine, loop.time, floor=floor, top_ups=top_ups)
         vocabulary, context = self.engine.vocabulary, self.engine.context
         self.house = House(
             self.scheduler,

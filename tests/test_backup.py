@@ -104,14 +104,14 @@ def test_it_goes_on_from_the_likeliest_chain_the_edge_has_sent() -> None:
 def test_it_stops_where_another_token_does_not_pay() -> None:
     one = session()
     cheap, dear = TopUp(Oracle(ToyEngine(), 0.0001)), TopUp(Oracle(ToyEngine(), 0.02))
-    far, near = (len(t.draft(*t.look(one, 8), 0.03, ())) for t in (cheap, dear))
+    far, near = (len(t.draft(t.look(one, 8)[0], 0.03, ())) for t in (cheap, dear))
     assert near < far <= LONGEST
-    assert TopUp(Oracle(ToyEngine(), 1.0)).draft(*dear.look(one, 8), 0.03, ()) == []
+    assert TopUp(Oracle(ToyEngine(), 1.0)).draft(dear.look(one, 8)[0], 0.03, ()) == []
 
 
 def test_it_leaves_room_for_the_targets_last_token() -> None:
     top_up = TopUp(Oracle(ToyEngine(), 0.0001), 8)
-    assert len(top_up.draft(*top_up.look(session(3), 8), 0.03, ())) == 2
+    assert len(top_up.draft(top_up.look(session(3), 8)[0], 0.03, ())) == 2
 
 
 def test_ngrams_follow_the_longest_agreement() -> None:
@@ -149,7 +149,7 @@ def test_a_backup_without_cost_goes_on_from_the_text_too() -> None:
 
 def test_more_sessions_in_a_step_make_its_drafting_dearer() -> None:
     top_up, one = TopUp(Oracle(ToyEngine(), 0.001)), session()
-    alone, among = (len(top_up.draft(*top_up.look(one, 8), 0.03, (), n)) for n in (1, 16))
+    alone, among = (len(top_up.draft(top_up.look(one, 8)[0], 0.03, (), n)) for n in (1, 16))
     assert among < alone
 
 
