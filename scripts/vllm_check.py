@@ -68,8 +68,12 @@ def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[byte
 def until(ready: Callable[[], bool], child: subprocess.Popen[bytes], log: Path) -> None:
     while not ready():
         if child.poll() is not None:
-            raise PacelineError(f"vLLM ended before it was ready; {log} says why")
+            raise PacelineError(f"vLLM ended before it was ready: {_last(log)}")
         time.sleep(0.5)
+
+
+def _last(log: Path) -> str:
+    return next((line for line in reversed(log.read_text().splitlines()) if line.strip()), "it said nothing")
 
 
 @contextmanager
@@ -138,22 +142,20 @@ class Bench:
             return await answer(agent, self.text, Question(question, sampling or Sampling(), self.max_tokens))
 
 
-def drafted(bench: Bench, url: str, expected: Sequence[Sequence[int]] | None) -> tuple[Figures, list[list[int]]]:
-    """The questions with a draft on the device. `expected`: the plain texts, which these have to be."""
+def drafted(bench: Bench, url: str, expected: Sequence[Sequence[int]]) -> Figures:
+    """The questions with a draft on the device. `expected`: the texts of plain vLLM."""
     answers = [asyncio.run(bench.ask(url, "stream", question)) for question in PROMPTS]
     texts = [a.tokens for a in answers]
     made = [a.generation.figures for a in answers]
     steps = max(sum(f.steps for f in made), 1)
-    figures: Figures = {
+    return {
         "tokens": sum(map(len, texts)),
         "tokens_per_forward": round(sum(map(len, texts)) / steps, 3),
         "hit_rate": round(sum(f.hits for f in made) / steps, 4),
         "accepted_per_step": round(sum(f.accepted for f in made) / steps, 3),
+        "identical": sum(list(a) == list(b) for a, b in zip(texts, expected, strict=True)),
+        "of": len(texts),
     }
-    if expected is not None:
-        figures["identical"] = sum(list(a) == list(b) for a, b in zip(texts, expected, strict=True))
-        figures["of"] = len(texts)
-    return figures, texts
 
 
 def empty_mailbox(bench: Bench, ours: str, plain: str, model: Path, rounds: int) -> tuple[Figures, list[list[int]]]:
@@ -213,25 +215,29 @@ def check(
     files = resolve_pair(pair, cache_folder())
     model = write_folder(files.target, cache_folder() / "folders" / files.target.stem)
     found: Figures = {}
+
+    def note(part: str, figures: Figures) -> None:
+        """Kept and told at once: the whole takes minutes."""
+        found[part] = figures
+        typer.echo(f"{part}: {json.dumps(figures)}")
+        if report is not None:
+            report.write_text(json.dumps(found, indent=2) + "\n")
+
     with ExitStack() as stack:
-        logs = Path(tempfile.mkdtemp(prefix="vllm-check-"))
-        cache = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        bench = Bench(vocabulary_of(model), files.draft, cache, max_tokens)
+        logs, cache = (Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-check-"))) for _ in range(2))
+        bench = Bench(vocabulary_of(model), files.draft, cache / "vllm", max_tokens)
         plain = stack.enter_context(plain_vllm(model, 8, logs / "plain"))
         ours = stack.enter_context(with_paceline(model, width, 8, logs / "paceline"))
-        found["refused"] = refused(bench, ours)
-        found["without_drafts"], texts = empty_mailbox(bench, ours, plain, model, rounds)
-        found["vllm"], _ = drafted(bench, ours, texts)
+        note("refused", refused(bench, ours))
+        without, texts = empty_mailbox(bench, ours, plain, model, rounds)
+        note("without_drafts", without)
+        note("vllm", drafted(bench, ours, texts))
         if draws:
-            found["distribution"] = asyncio.run(p_value(ours, bench.text.vocabulary, bench.prompt(PROMPTS[1]), draws))
-        stack.close()
-        bench = Bench(vocabulary_of(model), files.draft, Path(tempfile.mkdtemp(prefix="vllm-check-")), max_tokens)
-        with local_verifier(["--engine", "torch", "--model", str(model), "--threads", "1"]) as own:
-            found["own_engine"], _ = drafted(bench, own, texts)
-    said = json.dumps(found, indent=2)
-    typer.echo(said)
-    if report is not None:
-        report.write_text(said + "\n")
+            chances = p_value(ours, bench.text.vocabulary, bench.prompt(PROMPTS[1]), draws)
+            note("distribution", asyncio.run(chances))
+        bench = Bench(vocabulary_of(model), files.draft, cache / "own", max_tokens)
+        arguments = ["--engine", "torch", "--model", str(model), "--threads", "1"]
+        note("own_engine", drafted(bench, stack.enter_context(local_verifier(arguments)), texts))
     raise typer.Exit(0 if holds(found) else 1)
 
 
