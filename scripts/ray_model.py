@@ -9,10 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.edge.agent import Agent
 from paceline.edge.draft import Extended
-from paceline.edge.drafts.llamacpp import LlamaDraft
 from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
@@ -37,6 +35,8 @@ class Right:
 
 def right_answers(pair: str) -> tuple[Text, list[Right]]:
     """What the target writes alone, in this process."""
+    from paceline.cloud.engines.llamacpp import LlamaEngine
+
     files = files_of(pair, None, None)
     text = Text(vocabulary_of(files.target))
     engine, found = LlamaEngine(files.target, context=1024, slots=1, threads=1), []
@@ -50,6 +50,8 @@ async def ask_and_kill(
     pair: str, connect: Callable[[], Awaitable[Channel]], pids: Callable[[], Sequence[int]]
 ) -> dict[str, object]:
     """Each answer loses its replica in the middle. Raises PacelineError if a text is not the target's."""
+    from paceline.edge.drafts.llamacpp import LlamaDraft
+
     text, answers = await asyncio.to_thread(right_answers, pair)
     draft = LlamaDraft(files_of(pair, None, None).draft, text.vocabulary, threads=1)
     pool, cuts, killed = ThreadPoolExecutor(1), list[str](), 0
