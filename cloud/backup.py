@@ -118,6 +118,8 @@ class TopUp:
         for token, chance in drafted:
             child = tree.child(tip, token)
             if child is None:
+                if any(c in session.intake.draws for c in tree.children(tip)):
+                    break  # what was drawn there goes first
                 child = tree.add(tip, token, chance)
                 added.append(child)
             tip = child

@@ -20,7 +20,7 @@ from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.errors import FATAL, HARMLESS, REFUSALS, Code, ProtocolError
 from paceline.protocol.messages import (
-    GRAMMAR,
+    REJECTION,
     VERSION,
     Ack,
     Cancel,
@@ -154,7 +154,7 @@ class Connection:
                 sessions=self._house.sessions,
                 session_ttl=self._house.session_ttl,
                 verify_floor=self._house.scheduler.floor,
-                features=(GRAMMAR,) if self._house.grammars is not None else (),
+                features=self._house.features,
             )
         )
 
@@ -171,6 +171,9 @@ class Connection:
         self._owner.check(opened.sid)
         self._house.admission.check(opened.sid)
         constraint = self._constraint(opened)
+        if opened.rule == REJECTION and REJECTION not in self._house.features:
+            text = f"{self._house.model} cannot verify draws, as the rule {REJECTION!r} needs; open without a rule"
+            raise ProtocolError(Code.UNSUPPORTED, text, opened.sid)
         session, missed = self._resumed(opened)
         self._owner.spend(len(opened.prompt))
         seat = Seat(

@@ -10,7 +10,7 @@ from paceline.cloud.limits import Admission, Allowance, Bounds, Owner
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession
 from paceline.protocol.errors import Code, ProtocolError
-from paceline.protocol.messages import Goaway, Message
+from paceline.protocol.messages import GRAMMAR, REJECTION, Goaway, Message
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_WAITING = 1024  # sessions without an edge, over all connections; the oldest go first
@@ -59,6 +59,12 @@ class House:
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.scheduler, self.bounds, self.clock)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What this verifier can do beyond the least, as `welcome` says it."""
+        rejects = getattr(self.scheduler.engine, "rejects", False)
+        return (GRAMMAR,) * (self.grammars is not None) + (REJECTION,) * rejects
 
     @property
     def connections(self) -> int:
