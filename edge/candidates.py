@@ -10,15 +10,18 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 from paceline.edge.draft import Candidates, Choice
+from paceline.edge.drawing import FAN_OUT as FAN_OUT
+from paceline.edge.drawing import drawn
 from paceline.protocol.sampling import rank
 
-FAN_OUT = 8  # candidates kept of each row
 LIKELIEST = 256  # tokens that are given noise where no filter limits them
 
 
 def candidates(logits: npt.NDArray[np.float32], position: int, choice: Choice, count: int = FAN_OUT) -> Candidates:
     """The `count` best continuations of a row with `logits` [V] (in the target's ids), chosen for absolute `position`."""
     sampling = choice.sampling
+    if choice.drawing is not None:
+        return drawn(logits, choice, choice.drawing)
     if (
         not sampling.greedy and sampling.top_k == 0
     ):  # noise for the likeliest alone: a candidate beyond them is a surprise anyway

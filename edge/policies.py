@@ -4,6 +4,10 @@ from dataclasses import dataclass, replace
 
 from paceline.edge.rounds import Rounds
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.messages import COUPLED, REJECTION
+
+RULES = (COUPLED, REJECTION)
+FAVOUR = 70
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,8 @@ class Policy:
     while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
     the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
     what the verifier drafts by itself where it holds too little (none, repeats, model), `backup_length` tokens of it for a
-    step, 0 as many as pay.
+    step, 0 as many as pay. `rule`: how drafted tokens are accepted. `favour`, in rounds under the rule `rejection`: the
+    percentage to which the likelihood of the prepared outcomes' tokens is reduced when one is drawn (Saguaro sampling).
     """
 
     name: str
@@ -27,16 +32,19 @@ class Policy:
     repeats: bool = True
     backup: str = "none"
     backup_length: int = 0
+    rule: str = COUPLED
+    favour: int = 100
 
     def new_rounds(self) -> Rounds | None:
-        return None if self.rounds is None else Rounds(self.rounds, self.outcomes)
+        return None if self.rounds is None else Rounds(self.rounds, self.outcomes, self.favour / 100)
 
 
 POLICIES = {
     "ar": Policy("ar", drafts=False),  # the cloud decodes alone and streams: the baseline
     "colo": Policy("colo", drafts=False, backup="model"),  # a draft beside the target: no link in the way, no overlap
     "sync": Policy("sync", drafts=True, rounds=0),  # draft here, send, wait for the verdict
-    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8),  # the same, with the verdict's outcomes drafted meanwhile
+    # the same, with the verdict's outcomes drafted meanwhile
+    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8, favour=FAVOUR),
     "stream": Policy("stream", drafts=True),  # the tree is sent before it is needed, and eaten where it lies
 }
 
@@ -50,9 +58,22 @@ def policy(name: str) -> Policy:
     for part in filter(None, rest.split(":")):
         key, _, value = part.partition("=")
         try:
-            chosen = replace(chosen, **{key: value if key == "backup" else int(value)})  # type: ignore[arg-type]
+            chosen = replace(chosen, **{key: value if key in ("backup", "rule") else int(value)})  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
+    if chosen.rule not in RULES:
+        raise PacelineError(f"rule {chosen.rule!r} is not known; there are {' and '.join(RULES)}")
+    if not 0 <= chosen.favour <= 100:
+        raise PacelineError(f"policy {name!r}: favour is a percentage from 0 to 100")
     if chosen.backup == "model":
         chosen = replace(chosen, waits=False)  # what the cloud would wait for it drafts itself
     return replace(chosen, name=name)
+
+
+def with_rule(name: str, rule: str) -> str:
+    """The policy `name` under another rule, unless it names one itself, or the device drafts nothing that could be drawn."""
+    if rule not in RULES:
+        raise PacelineError(f"rule {rule!r} is not known; there are {' and '.join(RULES)}")
+    if rule == COUPLED or ":rule=" in name or not policy(name).drafts:
+        return name
+    return f"{name}:rule={rule}"

@@ -19,6 +19,7 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address, SocketChannel
 from paceline.protocol.channel import Channel
+from paceline.protocol.messages import COUPLED
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     """An agent with its link coming up; the predictor's table is kept for the next run."""
     draft = _draft(settings, text) if policy.drafts and settings.draft is not None else None
     predictor = Predictor(enabled=settings.predictor)
-    table = settings.cache / "predictor" / f"{_pair(settings, text)}.json"
+    kind = "" if policy.rule == COUPLED else f".{policy.rule}"  # draws are taken less often than ranked candidates
+    table = settings.cache / "predictor" / f"{_pair(settings, text)}{kind}.json"
     predictor.load(table)
     turns = itertools.cycle(settings.addresses)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
