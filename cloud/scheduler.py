@@ -255,6 +255,7 @@ class Scheduler:
         """The nodes that pay for their rows, the likeliest of all sessions first.
 
         An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
+        Whether a node goes along depends on likelier ones alone, as drawn nodes need: the rate rises to one peak and falls.
         """
         offers = {seat: seat.session.plan(self.width) for seat in seats}
         reach = []

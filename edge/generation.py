@@ -3,13 +3,13 @@
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.drawing import Drawing
+from paceline.edge.drawing import FAN_OUT, Drawing
 from paceline.edge.planner import IDLE, LEAST, MARGIN, SENT, Horizon, Switch, patience, to_run, to_send
-from paceline.edge.predictor import Predictor
+from paceline.edge.predictor import Predictor, Probabilities
 from paceline.edge.repeats import Repeats
 from paceline.edge.rounds import DRAWN_PATIENCE, NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
@@ -172,7 +172,7 @@ class Generation:
     def _drawing(self, node: int) -> Drawing:
         if self.rounds is not None:
             return self.rounds.drawing(self.session.tree, node, self.random)
-        return Drawing(self.random, self.fan_out)
+        return Drawing(self.random, min(self.fan_out, FAN_OUT))
 
     def ran(self, node: int, found: Candidates) -> None:
         """A row came back: its candidates become nodes, unless the target has gone another way meanwhile."""
@@ -182,9 +182,7 @@ class Generation:
             return
         self.frontier.discard(node)
         self.found[node] = found
-        chances = self.predictor.probabilities(found, seeded=self.seeded)
-        if found.support:
-            chances = np.minimum.accumulate(chances)  # as the verifier has it: an earlier draw goes first
+        chances = self._chances(found)
         room = tree.position(node) + 2 < self.session.max_tokens  # the cloud chooses the last token by itself
         count = 1 + int(np.searchsorted(np.cumsum(chances), ENOUGH))
         children: list[int] = []
@@ -202,6 +200,15 @@ class Generation:
             self.session.drew(children[: found.drawn], found.support, found.counts)
         if self.repeats is not None and self.rounds is None:
             self._repeat(node, self.repeats)
+
+    def _chances(self, found: Candidates) -> Probabilities:
+        """Of candidates, how likely each is taken. Those of draws are their own alone: guesses depend on what was drawn."""
+        chances = self.predictor.probabilities(found, seeded=self.seeded)
+        if not found.drawn:
+            return chances
+        draws = replace(found, tokens=found.tokens[: found.drawn], confidence=found.confidence[: found.drawn])
+        own = self.predictor.probabilities(draws, seeded=self.seeded)
+        return np.minimum.accumulate(np.concatenate((own, chances[found.drawn :])))  # earlier ones go first
 
     def _repeat(self, node: int, repeats: Repeats) -> None:
         """Where the text repeats itself after `node`, its next tokens join the tree without having been run."""

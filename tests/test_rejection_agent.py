@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+from dataclasses import replace as dataclass_replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from paceline.edge.draft import Candidates, Choice
 from paceline.edge.drawing import Drawing, drawn
 from paceline.edge.generation import Generation
 from paceline.edge.policies import policy, with_rule
+from paceline.edge.predictor import Predictor
 from paceline.edge.rounds import Rounds, fan_out
+from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import Code, PacelineError, ProtocolError
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.tree import Tree
@@ -146,6 +149,40 @@ def test_a_rounds_draws_avoid_the_outcomes_prepared_at_their_place() -> None:
     assert rounds.drawing(tree, outcome, random).favoured == counts[0]  # where a round would begin anew
     assert rounds.drawing(tree, below, random).favoured == counts[1]
     assert Rounds(0).drawing(tree, tree.root, random).favoured == 0
+
+
+def generation(rounds: Rounds | None) -> Generation:
+    session = EdgeSession(PROMPT, WARM, 64, rule="rejection", vocabulary_size=12)
+    session.open(1)
+    predictor = Predictor()
+    many = Candidates(np.arange(8), np.full(8, 0.5))
+    for token in range(400):
+        predictor.learn(many, token % 8, seeded=True)
+        predictor.learn(many, 0, seeded=True)
+    return Generation(session, predictor, 0.0, handle=1, rounds=rounds, random=np.random.default_rng(4))
+
+
+@pytest.mark.parametrize("rounds", [None, Rounds(4, outcomes=8, favour=0.7)], ids=["stream", "ssd"])
+def test_a_draws_weight_and_company_do_not_depend_on_its_token(rounds: Rounds | None) -> None:
+    logits = np.log(np.array([0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.03, 0.02, 0.01], dtype=np.float32))
+    seen, tokens = set(), set()
+    for seed in range(60):
+        g = generation(rounds)
+        root, tree = g.session.tree.root, g.session.tree
+        g.ran(root, drawn(logits, g.row(root).choice, replace_random(g, root, seed)))
+        family = g.session.whole(tree.children(root)[:1])
+        seen.add(tuple(tree.weight(n) for n in family))
+        tokens.add(tuple(tree.token(n) for n in family))
+        weights = [tree.weight(n) for n in tree.children(root)]
+        assert weights == sorted(weights, reverse=True)
+    assert len(tokens) > 3
+    assert len(seen) == 1
+
+
+def replace_random(g: Generation, node: int, seed: int) -> Drawing:
+    found = g.row(node).choice.drawing
+    assert found is not None
+    return dataclass_replace(found, random=np.random.default_rng(seed))
 
 
 def test_saguaro_sampling_turns_refusals_into_hits() -> None:
