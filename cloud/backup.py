@@ -157,6 +157,8 @@ class TopUp:
         at = 0
         while at < len(drafted) and (child := tree.child(parent, drafted[at][0])) is not None:
             parent, at = child, at + 1
+        if any(child in session.intake.draws for child in tree.children(parent)):
+            return None  # what was drawn there goes first
         nodes, tip = list[int](), parent
         for token, chance in drafted[at:]:
             nodes.append(tip := tree.add(tip, token, chance))

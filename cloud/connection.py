@@ -20,6 +20,7 @@ from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.errors import FATAL, HARMLESS, REFUSALS, Code, ProtocolError
 from paceline.protocol.messages import (
+    REJECTION,
     VERSION,
     Ack,
     Cancel,
@@ -169,6 +170,9 @@ class Connection:
         self._house.admission.check(opened.sid)
         self._house.demand(opened)
         constraint = self._constraint(opened)
+        if opened.rule == REJECTION and REJECTION not in self._house.features:
+            text = f"{self._house.model} cannot verify draws, as the rule {REJECTION!r} needs; open without a rule"
+            raise ProtocolError(Code.UNSUPPORTED, text, opened.sid)
         session, missed = self._resumed(opened)
         self._owner.spend(len(opened.prompt))
         seat = Seat(

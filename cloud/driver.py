@@ -17,6 +17,11 @@ class Driver(Protocol):
         """Whether it drafts by itself, with a model, where an edge has sent too little."""
         ...
 
+    @property
+    def rejects(self) -> bool:
+        """Whether it can accept and refuse draws."""
+        ...
+
     def __len__(self) -> int:
         """Sessions that run."""
         ...

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError, PacelineError
-from paceline.protocol.sampling import History, Sampling, choose, log_softmax
+from paceline.protocol.rejection import choose_among
+from paceline.protocol.sampling import History, Sampling, log_softmax
 from paceline.protocol.vocabulary import Vocabulary
 
 Mask = npt.NDArray[np.bool_]
@@ -25,7 +26,8 @@ class Work:
     """One session's share of a step.
 
     `tokens` continue the handle's sequence, in order; they are never empty. With `choose`, the target then chooses
-    after the last of them and walks `plan`; without, they are a chunk of a prompt and nothing is chosen.
+    after the last of them and walks `plan`; without, they are a chunk of a prompt and nothing is chosen. Where `plan` has
+    draws, the choice is that of `paceline.protocol.rejection`; engines with `rejects` see to it, others are never given any.
     """
 
     handle: int
@@ -82,7 +84,8 @@ class Engine(Protocol):
 def walk(work: Work, position: int, logits: Callable[[int], Logits]) -> Walk | EngineError:
     """The target's walk down `work.plan`. `logits(i)` are those after node i, `logits(-1)` those after the last token.
 
-    `position` is the absolute position of the token chosen first. Only rows on the path are asked for.
+    `position` is the absolute position of the token chosen first. Only rows on the path are asked for. A choice that is
+    one of the draws below a node is that node accepted.
     """
     children: dict[tuple[int, int], int] = {}
     for i, (parent, token) in enumerate(zip(work.plan.parents, work.plan.tokens, strict=True)):
@@ -99,7 +102,8 @@ def walk(work: Work, position: int, logits: Callable[[int], Logits]) -> Walk | E
             return EngineError(str(e))
         history = work.history.after(tokens) if work.history is not None else None
         try:
-            token = choose(allowed, work.sampling, position + len(tokens), history)
+            drawn = work.plan.drawn_below(here)
+            token = choose_among(allowed, work.sampling, position + len(tokens), history, drawn)
         except FloatingPointError as e:
             return EngineError(f"{e}; the model or its weights are damaged")
         if work.logprobs is not None:

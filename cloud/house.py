@@ -12,7 +12,7 @@ from paceline.cloud.scheduler import Seat
 from paceline.cloud.spans import Spans
 from paceline.protocol.cloud_session import CloudSession
 from paceline.protocol.errors import Code, ProtocolError
-from paceline.protocol.messages import BACKUP, GRAMMAR, Goaway, Message, Open
+from paceline.protocol.messages import BACKUP, GRAMMAR, REJECTION, Goaway, Message, Open
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_WAITING = 1024  # sessions without an edge, over all connections; the oldest go first
@@ -68,7 +68,11 @@ class House:
     @property
     def features(self) -> tuple[str, ...]:
         """What edges are told that this cloud can do, and what it does otherwise."""
-        able = ((GRAMMAR, self.grammars is not None), (BACKUP, self.scheduler.drafts))
+        able = (
+            (GRAMMAR, self.grammars is not None),
+            (BACKUP, self.scheduler.drafts),
+            (REJECTION, self.scheduler.rejects),
+        )
         return (*self.traits, *(name for name, has in able if has))
 
     @property

@@ -157,6 +157,11 @@ class Scheduler:
             self.idle.set()
 
     @property
+    def rejects(self) -> bool:
+        """Whether the engine can accept and refuse draws."""
+        return bool(getattr(self.engine, "rejects", False))
+
+    @property
     def drafts(self) -> bool:
         """Is something drafted here that takes time? Then it is not worth waiting for an edge's nodes."""
         return any(top_up.backup.seconds > 0 for top_up in self._top_ups)
@@ -271,6 +276,7 @@ class Scheduler:
         """The nodes that pay for their rows, the likeliest of all sessions first.
 
         An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
+        Whether a node goes along depends on likelier ones alone, as drawn nodes need: the rate rises to one peak and falls.
         """
         offers = {seat: seat.session.plan(self.width) for seat in seats}
         reach = []

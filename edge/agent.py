@@ -18,6 +18,7 @@ from random import Random
 from types import TracebackType
 from typing import Protocol, Self
 
+import numpy as np
 from paceline.edge.draft import Candidates, Draft, Extended, Row
 from paceline.edge.generation import Generation, share
 from paceline.edge.link import Link, State
@@ -135,7 +136,16 @@ class Agent:
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
         size = self._vocabulary.size
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, logprobs, grammar=grammar, vocabulary_size=size)
+        session = EdgeSession(
+            prompt,
+            sampling,
+            max_tokens,
+            stop_ids,
+            logprobs,
+            grammar=grammar,
+            rule=self.policy.rule,
+            vocabulary_size=size,
+        )
         session.restore(held, resume)
         generation = Generation(
             session,
@@ -147,7 +157,10 @@ class Agent:
             repeats=Repeats(prompt) if self.policy.drafts and self.policy.repeats else None,
             fan_out=self.policy.candidates,
             thrift=self.policy.thrift / 100,
+            random=np.random.default_rng(self._random.getrandbits(128)),
         )
+        if generation.draws:
+            generation.repeats = None  # a repeat would stand where draws belong
         report(generation)
         self._enter(generation)
         try:

@@ -2,12 +2,15 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from paceline.protocol.sampling import History, Sampling
 from paceline.protocol.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from paceline.edge.drawing import Drawing
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,28 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """How the token after a row is chosen: parameters, and the text so far where penalties need it."""
+    """How the token after a row is chosen: parameters, and the text so far where penalties need it.
+
+    With `drawing`, candidates are drawn at random instead of ranked as the target ranks them.
+    """
 
     sampling: Sampling
     history: History | None = None
+    drawing: "Drawing | None" = None
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What may follow a row, best first: `tokens` [F], and the draft's confidence in each, `confidence` [F], in (0, 1)."""
+    """What may follow a row, best first: `tokens` [F], and the draft's confidence in each, `confidence` [F], in (0, 1).
+
+    The first `drawn` of them were drawn in this order, without replacement, in proportion to `counts` over `support`.
+    """
 
     tokens: npt.NDArray[np.integer]
     confidence: npt.NDArray[np.float64]
+    support: tuple[int, ...] = ()
+    counts: bytes = b""
+    drawn: int = 0
 
 
 @dataclass(frozen=True)

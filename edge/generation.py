@@ -3,18 +3,19 @@
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
+from paceline.edge.drawing import FAN_OUT, Drawing
 from paceline.edge.planner import IDLE, LEAST, MARGIN, SENT, THRIFTY_IDLE, Horizon, Switch, patience, to_run, to_send
-from paceline.edge.predictor import Predictor
+from paceline.edge.predictor import Floats, Predictor
 from paceline.edge.repeats import Repeats
-from paceline.edge.rounds import NEXT_CHANCE, PATIENCE, Rounds
+from paceline.edge.rounds import DRAWN_PATIENCE, NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.messages import Message
+from paceline.protocol.messages import REJECTION, Message
 from paceline.protocol.tree import State
 
 ENOUGH = 0.98  # candidates of a row become nodes until they hold the target's choice with this probability
@@ -57,6 +58,7 @@ class Generation:
     rounds: Rounds | None = None
     fan_out: int = 8  # candidates of a row that become nodes, at most
     thrift: float = 0.0  # chance to become text that a row must have to be run; 0: any that helps
+    random: np.random.Generator = field(default_factory=np.random.default_rng)  # for draws, and nothing else
     rate: float = 0.0  # tokens a second that the agent has made lately
     repeats: Repeats | None = None
     switch: Switch = field(default_factory=Switch)
@@ -78,13 +80,19 @@ class Generation:
 
     def prepare(self, waits: bool, now: float) -> None:
         """Before the session is opened: how long shall the cloud wait for nodes where it holds none?"""
-        found = Patience(PATIENCE, PATIENCE) if self.rounds is not None else Patience()
+        most = DRAWN_PATIENCE if self.draws else PATIENCE
+        found = Patience(most, most) if self.rounds is not None else Patience()
         if waits and self.rounds is None and self.horizon.step > 0:
             rate = self.rate or STREAMED / self.horizon.step
             found = patience(2 * self.one_way(), self.row_seconds(), NEXT_CHANCE, rate)
         self.session.patience = self.horizon.patience = found
         self.horizon.begun = self.horizon.missed = now + self.one_way()
         self.horizon.since = 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether candidates are drawn at random; a greedy target needs no draws."""
+        return self.session.rule == REJECTION and self.seeded
 
     @property
     def seeded(self) -> bool:
@@ -162,8 +170,13 @@ class Generation:
         if history is not None and not root:
             history = history.after([tree.token(n) for n in tree.path(node)])
         position = len(session.prompt) + tree.position(node)
-        choice = Choice(session.sampling, history)
+        choice = Choice(session.sampling, history, self._drawing(node) if self.draws else None)
         return Row(self.handle, node, -1 if root else tree.parent(node), tree.token(node), position, choice)
+
+    def _drawing(self, node: int) -> Drawing:
+        if self.rounds is not None:
+            return self.rounds.drawing(self.session.tree, node, self.random)
+        return Drawing(self.random, min(self.fan_out, FAN_OUT))
 
     def ran(self, node: int, found: Candidates) -> None:
         """A row came back: its candidates become nodes, unless the target has gone another way meanwhile."""
@@ -173,9 +186,10 @@ class Generation:
             return
         self.frontier.discard(node)
         self.found[node] = found
-        chances = self.predictor.probabilities(found, seeded=self.seeded)
+        chances = self._chances(found)
         room = tree.position(node) + 2 < self.session.max_tokens  # the cloud chooses the last token by itself
         count = 1 + int(np.searchsorted(np.cumsum(chances), ENOUGH))
+        children: list[int] = []
         for token, chance in zip(found.tokens[: min(count, self.fan_out)], chances, strict=False) if room else ():
             child = tree.child(node, int(token))  # a repeat may have offered it before
             if child is None:
@@ -183,10 +197,22 @@ class Generation:
                 self.unsent.add(child)
             elif tree.weight(child) - tree.weight(node) < math.log(chance):
                 tree.reweigh(child, math.log(chance))
+            children.append(child)
             if int(token) not in self.session.stop_ids:
                 self.frontier.add(child)
+        if found.drawn and children:
+            self.session.drew(children[: found.drawn], found.support, found.counts)
         if self.repeats is not None and self.rounds is None:
             self._repeat(node, self.repeats)
+
+    def _chances(self, found: Candidates) -> Floats:
+        """Of candidates, how likely each is taken. Those of draws are their own alone: guesses depend on what was drawn."""
+        chances = self.predictor.probabilities(found, seeded=self.seeded)
+        if not found.drawn:
+            return chances
+        draws = replace(found, tokens=found.tokens[: found.drawn], confidence=found.confidence[: found.drawn])
+        own = self.predictor.probabilities(draws, seeded=self.seeded)
+        return np.minimum.accumulate(np.concatenate((own, chances[found.drawn :])))  # earlier ones go first
 
     def _repeat(self, node: int, repeats: Repeats) -> None:
         """Where the text repeats itself after `node`, its next tokens join the tree without having been run."""
@@ -211,19 +237,20 @@ class Generation:
     def send(self, now: float, wait: float = 0.0) -> Sequence[Message]:
         """Messages with the nodes that have become worth their bytes.
 
-        None yet, if a message sent `wait` seconds later reaches the cloud before its next step all the same.
+        None yet, if a message sent `wait` seconds later reaches the cloud before its next step all the same. Draws leave at
+        once: how long the next rows take may depend on them.
         """
         if self.rounds is not None:
             return self._send_round(self.rounds)
         arrival = now + self.one_way()
-        if wait and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
+        if wait and not self.draws and not self.horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
             return []
         tree = self.session.tree
         ready: dict[int, None] = {}
         for node in to_send(tree, self.horizon, sorted(self.unsent), arrival):
             chain = tree.path(node)  # a late ancestor is sent for the sake of what hangs on it
             ready.update(dict.fromkeys(n for n in chain if n in self.unsent))
-        return self._send(ready, arrival)
+        return self._send(self.session.whole(ready), arrival)
 
     def _send(self, nodes: Collection[int], arrival: float) -> Sequence[Message]:
         self.unsent -= set(nodes)
@@ -244,6 +271,8 @@ class Generation:
         tree = self.session.tree
         self.unsent = {n for n in tree.subtree(tree.root) if n != tree.root}
         self.horizon.arrives.clear()
+        if self.rounds is not None:
+            self.rounds.sent = False
 
     def placed(self) -> frozenset[int]:
         """Nodes that were run, or are being run, and are still wanted."""

@@ -4,6 +4,10 @@ from dataclasses import dataclass, replace
 
 from paceline.edge.rounds import Rounds
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.messages import COUPLED, REJECTION
+
+RULES = (COUPLED, REJECTION)
+FAVOUR = 70
 
 THRIFT = 40  # percent, where power is low
 
@@ -17,7 +21,8 @@ class Policy:
     the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
     what the verifier drafts by itself where it holds too little (none, ngram, draft, both), `backup_length` tokens of it for a
     step, 0 as many as pay. `thrift`: percent of chance to become text that a row must have to be run; 0: any that helps the
-    speed.
+    speed. `rule`: how drafted tokens are accepted. `favour`, in rounds under the rule `rejection`: the percentage to which the
+    likelihood of the prepared outcomes' tokens is reduced when one is drawn (Saguaro sampling).
     """
 
     name: str
@@ -31,16 +36,19 @@ class Policy:
     backup: str = "none"
     backup_length: int = 0
     thrift: int = 0
+    rule: str = COUPLED
+    favour: int = 100
 
     def new_rounds(self) -> Rounds | None:
-        return None if self.rounds is None else Rounds(self.rounds, self.outcomes)
+        return None if self.rounds is None else Rounds(self.rounds, self.outcomes, self.favour / 100)
 
 
 POLICIES = {
     "ar": Policy("ar", drafts=False),  # the cloud decodes alone and streams: the baseline
     "colo": Policy("colo", drafts=False, backup="draft"),  # a draft beside the target: no link in the way, no overlap
     "sync": Policy("sync", drafts=True, rounds=0),  # draft here, send, wait for the verdict
-    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8),  # the same, with the verdict's outcomes drafted meanwhile
+    # the same, with the verdict's outcomes drafted meanwhile
+    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8, favour=FAVOUR),
     "stream": Policy("stream", drafts=True),  # the tree is sent before it is needed, and eaten where it lies
 }
 
@@ -68,9 +76,22 @@ def policy(name: str) -> Policy:
     for part in filter(None, rest.split(":")):
         key, _, value = part.partition("=")
         try:
-            chosen = replace(chosen, **{key: value if key == "backup" else int(value)})  # type: ignore[arg-type]
+            chosen = replace(chosen, **{key: value if key in ("backup", "rule") else int(value)})  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise PacelineError(f"policy {name!r}: {part!r} is not an option with a whole number") from None
     if not 0 <= chosen.thrift < 100:
         raise PacelineError(f"policy {name!r}: thrift is a percentage from 0 to 99")
+    if chosen.rule not in RULES:
+        raise PacelineError(f"rule {chosen.rule!r} is not known; there are {' and '.join(RULES)}")
+    if not 0 <= chosen.favour <= 100:
+        raise PacelineError(f"policy {name!r}: favour is a percentage from 0 to 100")
     return replace(chosen, name=name)
+
+
+def with_rule(name: str, rule: str) -> str:
+    """The policy `name` under another rule, unless it names one itself, or the device drafts nothing that could be drawn."""
+    if rule not in RULES:
+        raise PacelineError(f"rule {rule!r} is not known; there are {' and '.join(RULES)}")
+    if rule == COUPLED or ":rule=" in name or not policy(name).drafts:
+        return name
+    return f"{name}:rule={rule}"

@@ -10,9 +10,12 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from paceline.edge.drawing import FAN_OUT, Drawing
 from paceline.protocol.tree import Tree
 
 PATIENCE = 2.0  # seconds for which the cloud waits for a round's chain
+DRAWN_PATIENCE = 10.0  # the same for one that was drawn: if it expires may depend on what was drawn, so it is never to
 LONGEST = 16  # chain of an adaptive round
 NEXT_CHANCE = 0.8  # that a draft's first choice is taken, before its confidence is known
 
@@ -46,10 +49,14 @@ def chain_below(tree: Tree, top: int, length: int) -> list[int]:
 
 @dataclass
 class Rounds:
-    """`length`: tokens of a round; 0: as many as pay. `outcomes`: how many are prepared while a round is on its way."""
+    """`length`: tokens of a round; 0: as many as pay. `outcomes`: how many are prepared while a round is on its way.
+
+    `favour`: under the rule `rejection`, by what factor less often the tokens of prepared outcomes are drawn.
+    """
 
     length: int
     outcomes: int = 0
+    favour: float = 1.0
     acceptance: float = NEXT_CHANCE
     sent: bool = False  # this round's chain is on its way
 
@@ -88,6 +95,26 @@ class Rounds:
                 if len(branch) <= length and branch[-1] in runnable:
                     rows.append(branch[-1])
         return rows
+
+    def drawing(self, tree: Tree, node: int, random: np.random.Generator) -> Drawing:
+        """How to draw what follows `node`: one token of the chain, none where the chain is full, and guesses beside it.
+
+        Saguaro sampling (arXiv 2603.03251, section 4.2): the draw avoids the tokens of the outcomes that are prepared at its
+        place in the round, as many as theorem 12 gives it.
+        """
+        place, length = self._place(tree, node), self.length or LONGEST
+        favoured = fan_out(length, self.outcomes, self.acceptance)[min(place, length)] if self.outcomes else 0
+        return Drawing(random, int(place < length), FAN_OUT - 1, favoured, self.favour)
+
+    def _place(self, tree: Tree, node: int) -> int:
+        """Nodes of its own round above or at `node`: of the round at hand, or of the one that an outcome would begin."""
+        chain = [tree.root, *self.chain(tree)]
+        if node in chain:
+            return chain.index(node)
+        above = node
+        while tree.parent(above) not in chain:
+            above = tree.parent(above)
+        return tree.position(node) - tree.position(above)
 
     def chain(self, tree: Tree) -> list[int]:
         return chain_below(tree, tree.root, self.length or LONGEST)

@@ -20,6 +20,7 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address, SocketChannel
 from paceline.protocol.channel import Channel
+from paceline.protocol.messages import COUPLED
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     if policy.drafts and settings.draft is not None:
         draft = open_draft(settings.draft, text.vocabulary, threads=settings.threads, provider=settings.provider)
     predictor = Predictor(enabled=settings.predictor)
-    table = table_file(settings.cache, settings.draft, text.vocabulary.fingerprint)
+    table = table_file(settings.cache, settings.draft, text.vocabulary.fingerprint, policy.rule)
     predictor.load(table)
     turns = itertools.cycle(settings.addresses)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
@@ -82,7 +83,10 @@ async def _connect(address: Address, round_trip: float) -> Channel:
     return DelayedChannel(channel, round_trip) if round_trip else channel
 
 
-def table_file(cache: Path, draft: Path | None, fingerprint: str) -> Path:
-    """Where the predictor's table of (draft, target vocabulary) is kept: it is only good for the pair it was learned on."""
+def table_file(cache: Path, draft: Path | None, fingerprint: str, rule: str = COUPLED) -> Path:
+    """Where what the predictor learned of (draft, target vocabulary) is kept: it is only good for that pair, and for that
+    rule, as draws are taken less often than ranked candidates.
+    """
+    kind = "" if rule == COUPLED else f".{rule}"
     known = f"{draft.name if draft else ''}:{draft.stat().st_size if draft else 0}:{fingerprint}"
-    return cache / "predictor" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    return cache / "predictor" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}{kind}.json"

@@ -10,66 +10,22 @@
 Why the text cannot depend on the tree. The target's choice at a position is a pure function of its logits there and of
 (seed, position); `walk` follows a drafted node only where its token *equals* that choice. So `apply` commits the target's own
 choices, as many as it could read off in one step: the tree decides how many, never which.
+Under the rule `rejection` the choice also depends on what the edge drew at random; there the tree decides which, and it is
+the text's distribution that it cannot change: see `rejection`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 from paceline.protocol.cost import Patience
 from paceline.protocol.errors import Code, ProtocolError
-from paceline.protocol.messages import MAX_COMMIT, NODE_WINDOW, WEIGHT_UNIT, Commit, Draft, Open
+from paceline.protocol.intake import Counters, Intake, Limits
+from paceline.protocol.messages import COUPLED, MAX_COMMIT, NODE_WINDOW, REJECTION, Commit, Draft, Open
 from paceline.protocol.sampling import History
-from paceline.protocol.tree import State, Tree
+from paceline.protocol.step import Logprobs, Plan, Walk
+from paceline.protocol.tree import Tree
 
-Logprobs = tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one session may ask for. `context` counts prompt and text."""
-
-    vocabulary: int
-    context: int
-    nodes: int = 1024
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Nodes to verify: `tokens[i]` grows on node `parents[i]` of this plan, -1 being the last committed token.
-
-    `base` is the length of the text that the plan was made for, `held` how many nodes there were to choose from.
-    """
-
-    nodes: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    base: int | None = None
-    held: int = 0
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The target's walk: which nodes of the plan it went through, and the token it chose at the end of them.
-
-    `logprobs[k]`, if asked for, are (token, log-probability) pairs for the k-th token committed: the chosen one, then the top.
-    """
-
-    accepted: tuple[int, ...]
-    token: int
-    logprobs: tuple[Logprobs, ...] = ()
-
-
-@dataclass
-class Counters:
-    """Whole-session figures for metrics and tests."""
-
-    steps: int = 0
-    hits: int = 0  # steps that began with at least one node held
-    drafted: int = 0
-    verified: int = 0
-    accepted: int = 0
-    stale: int = 0
+__all__ = ["CloudSession", "Counters", "Limits", "Logprobs", "Plan", "Walk"]
 
 
 class CloudSession:
@@ -90,17 +46,11 @@ class CloudSession:
         self.finish = self._finish_of_held()
         self.counters = Counters()
         self.tree = Tree(self.sequence[-1], len(self.committed) - 1)
+        self.intake = Intake(self.tree, self.committed, limits, self.counters, drawn=opened.rule == REJECTION)
         self._request = _request(opened)
         self._limits = limits
         self._logprobs: list[Logprobs] = []  # of the last tokens: of those that were not acknowledged, for `catch_up`
-        self._stale_to_report = 0
-        self._refused = 0  # nodes of the draft at hand that found no room
-        self._number_anew()
-
-    def _number_anew(self) -> None:
-        self._nodes: dict[int, int] = {}  # the edge's node number -> id in the tree
-        self._written: dict[int, int] = {}  # number of a node that came late but agreed -> text length just after it
-        self._next_number = 0
+        self._stale_reported = 0
 
     @property
     def position(self) -> int:
@@ -125,29 +75,11 @@ class CloudSession:
 
         A refused draft leaves nothing behind, but for `tree_limit`: then as many of its nodes are kept as found room.
         """
-        self._check_draft(draft)
+        self.intake.check(draft, self.sid)
         self.acknowledge(draft.base_committed_len)
-        weights = draft.weights or bytes(len(draft.tokens))
-        for i, (back, token, weight) in enumerate(zip(draft.parents, draft.tokens, weights, strict=True)):
-            self._receive_node(draft.first + i, back, draft.base_committed_len, token, -weight * WEIGHT_UNIT)
-        self._let_go_of_old_numbers()
-        refused, self._refused = self._refused, 0
-        if refused:
+        if refused := self.intake.take(draft):
             text = f"{refused} nodes dropped: the session holds {self._limits.nodes}, as many as it may"
             raise ProtocolError(Code.TREE_LIMIT, text, self.sid)
-
-    def _check_draft(self, draft: Draft) -> None:
-        if len(draft.tokens) != len(draft.parents) or len(draft.weights) not in (0, len(draft.tokens)):
-            raise ProtocolError(Code.BAD_MESSAGE, "draft: parents, tokens and weights differ in length", self.sid)
-        if draft.first > self._next_number + NODE_WINDOW:
-            raise ProtocolError(Code.BAD_PARENT, f"draft: node numbers jump to {draft.first}", self.sid)
-        if (token := max(draft.tokens)) >= self._limits.vocabulary:
-            raise ProtocolError(Code.BAD_TOKEN, f"draft: token {token} is not in the vocabulary", self.sid)
-        for number, back in enumerate(draft.parents, draft.first):
-            if back > number:
-                raise ProtocolError(
-                    Code.BAD_PARENT, f"draft: node {number} has its parent {back} numbers back", self.sid
-                )
 
     def acknowledge(self, committed_len: int) -> None:
         """The edge has the first `committed_len` tokens."""
@@ -169,52 +101,6 @@ class CloudSession:
     def cancel(self) -> None:
         self.finish = self.finish or "cancelled"
 
-    def _receive_node(self, number: int, back: int, base: int, token: int, log_probability: float) -> None:
-        if number < self._next_number:
-            return  # a frame came twice, or was overtaken
-        self._next_number = number + 1
-        self.counters.drafted += 1
-        length = base if back == 0 else self._length_at(number - back)
-        if length is not None and length < len(self.committed):  # late: the token after that much text is known
-            kept = self.committed[length] == token
-            if kept:
-                self._written[number] = length + 1
-        else:
-            kept = self._grow(
-                number, self.tree.root if length is not None else self._nodes.get(number - back), token, log_probability
-            )
-        if not kept:
-            self.counters.stale += 1
-            self._stale_to_report += 1
-
-    def _length_at(self, number: int) -> int | None:
-        """Length of the text just after node `number`, if the node is part of the text."""
-        if number in self._written:
-            return self._written[number]
-        node = self._nodes.get(number)
-        if node is None or self.tree.state(node) is not State.COMMITTED:
-            return None
-        return self.tree.position(node) + 1
-
-    def _grow(self, number: int, parent: int | None, token: int, log_probability: float) -> bool:
-        """Put a node below a live `parent`. False if that place is gone, or there is no room."""
-        if parent is None or self.tree.state(parent) is not State.LIVE:
-            return False
-        node = self.tree.child(parent, token)  # after a resume the edge sends again what is still here
-        if node is None:
-            if len(self.tree) >= self._limits.nodes:
-                self._refused += 1
-                return False
-            node = self.tree.add(parent, token, log_probability)
-        self._nodes[number] = node
-        return True
-
-    def _let_go_of_old_numbers(self) -> None:
-        if len(self._nodes) + len(self._written) > 2 * NODE_WINDOW:
-            oldest = self._next_number - NODE_WINDOW
-            self._nodes = {k: v for k, v in self._nodes.items() if k >= oldest}
-            self._written = {k: v for k, v in self._written.items() if k >= oldest}
-
     # ---- the step
 
     def plan(self, width: int) -> Plan:
@@ -223,7 +109,11 @@ class CloudSession:
         nodes = self.tree.best(width, exclude_from=deepest)
         index = {node: i for i, node in enumerate(nodes)}
         parents = tuple(index.get(self.tree.parent(node), -1) for node in nodes)
-        return Plan(tuple(nodes), tuple(map(self.tree.token, nodes)), parents, len(self.committed), len(self.tree))
+        drawn = self.intake.draws
+        draws = tuple(drawn.get(node) for node in nodes) if drawn else ()
+        return Plan(
+            tuple(nodes), tuple(map(self.tree.token, nodes)), parents, len(self.committed), len(self.tree), draws
+        )
 
     def apply(self, plan: Plan, walk: Walk, step: float = 0.0) -> Commit:
         """Commit what the target chose in a step that took `step` seconds; ends the session where it must end."""
@@ -240,7 +130,7 @@ class CloudSession:
         accepted = min(len(walk.accepted), len(tokens))
         self._count(plan, accepted)
         self._keep_logprobs(walk.logprobs[: len(tokens)])
-        stale, self._stale_to_report = self._stale_to_report, 0
+        stale, self._stale_reported = self.counters.stale - self._stale_reported, self.counters.stale
         return Commit(
             sid=self.sid,
             base=base,
@@ -269,7 +159,7 @@ class CloudSession:
         """Go on under the sid of `opened`, and bring the edge up to date. Nodes are numbered anew; those held stay."""
         assert self.continues(opened)
         self.sid, self.acknowledged = opened.sid, len(opened.held)
-        self._number_anew()
+        self.intake.number_anew()
         return self.catch_up(len(opened.held))
 
     def catch_up(self, held: int) -> list[Commit]:
@@ -331,5 +221,6 @@ def _check(opened: Open, limits: Limits) -> None:
         raise ProtocolError(Code.BAD_MESSAGE, "open: held is longer than max_tokens", sid)
     if any(t in opened.stop_ids for t in opened.held[:-1]):
         raise ProtocolError(Code.BAD_MESSAGE, "open: held goes on after a stop token", sid)
-    if opened.rule != "coupled":
-        raise ProtocolError(Code.UNSUPPORTED, f"rule {opened.rule!r} is not offered here; 'coupled' is", sid)
+    if opened.rule not in (COUPLED, REJECTION):
+        text = f"rule {opened.rule!r} is not offered here; {COUPLED!r} and {REJECTION!r} are"
+        raise ProtocolError(Code.UNSUPPORTED, text, sid)

@@ -11,15 +11,17 @@ equal.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from paceline.protocol.cost import Patience
 from paceline.protocol.errors import HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import (
-    MAX_NODES_A_DRAFT,
+    COUPLED,
+    MAX_PROPOSALS,
     NODE_WINDOW,
+    REJECTION,
     WEIGHT_UNIT,
     Ack,
     Cancel,
@@ -30,11 +32,13 @@ from paceline.protocol.messages import (
     Open,
     Opened,
 )
+from paceline.protocol.proposal import Proposal
 from paceline.protocol.sampling import History, Sampling
 from paceline.protocol.tree import State, Tree
 
 _BYTES_A_NODE = 10  # token and parent in at most five and three bytes, weight in one
-_NODES_A_MESSAGE = min(MAX_NODES_A_DRAFT, 900 // _BYTES_A_NODE)  # keeps a draft message under 1 KB
+_BYTES_A_PROPOSAL, _BYTES_A_CHANCE = 8, 6  # a token in at most five bytes, its count in one
+_BYTES_A_MESSAGE = 900  # keeps a draft message under 1 KB
 
 
 class Phase(Enum):
@@ -53,6 +57,14 @@ class Committed:
     commit: Commit
 
 
+@dataclass(frozen=True)
+class Family:
+    """Children of one node that were drawn together: they are sent together, in this order. `nodes` may have died since."""
+
+    nodes: tuple[int, ...]
+    proposal: Proposal
+
+
 class EdgeSession:
     def __init__(
         self,
@@ -63,6 +75,7 @@ class EdgeSession:
         logprobs: int | None = None,
         *,
         grammar: str = "",
+        rule: str = COUPLED,
         vocabulary_size: int = 2**31,
     ) -> None:
         self.sid = -1  # none yet
@@ -72,6 +85,7 @@ class EdgeSession:
         self.stop_ids = tuple(stop_ids)
         self.logprobs = logprobs
         self.grammar = grammar
+        self.rule = rule
         self.patience = Patience()  # see `Open`
         self.vocabulary_size = vocabulary_size
         self.committed: list[int] = []
@@ -81,6 +95,7 @@ class EdgeSession:
         self.tree = Tree(self.prompt[-1] if self.prompt else 0)
         self.history = History(self.prompt) if sampling.penalised else None
         self._resume = ""
+        self._families: dict[int, Family] = {}  # by node
         self._numbers: dict[int, int] = {}  # node -> its number on the wire
         self._next_number = 0
 
@@ -118,6 +133,7 @@ class EdgeSession:
             sampling=self.sampling,
             max_tokens=self.max_tokens,
             stop_ids=self.stop_ids,
+            rule=self.rule,
             held=tuple(self.committed),
             resume=self._resume,
             logprobs=self.logprobs,
@@ -127,21 +143,41 @@ class EdgeSession:
             row=self.patience.row,
         )
 
+    def drew(self, nodes: Sequence[int], tokens: Sequence[int], counts: bytes) -> None:
+        """`nodes`, new children of one node, were drawn in this order without replacement from counts over `tokens`.
+
+        With randomness that nothing else has seen; whether a node is sent must not depend on which token it holds.
+        """
+        assert self.rule == REJECTION
+        family = Family(tuple(nodes), Proposal(len(nodes), tuple(tokens), counts))
+        assert not family.proposal.fault([self.tree.token(n) for n in nodes])
+        self._families.update(dict.fromkeys(nodes, family))
+
+    def whole(self, nodes: Iterable[int]) -> list[int]:
+        """`nodes` in their order, each once, with all that were drawn together with one of them beside it."""
+        out: dict[int, None] = {}
+        for node in nodes:
+            family = self._families.get(node)
+            out.update(dict.fromkeys((node,) if family is None else family.nodes))
+        return list(out)
+
     def send(self, nodes: Iterable[int]) -> list[Draft]:
         """Draft messages for those of `nodes` that are live and not yet sent. Each one's parent is sent, or comes before it.
 
-        Left out are nodes whose parent's number lies too far back to be named: that takes thousands of nodes in between.
+        What was drawn together is sent together. Left out are nodes whose parent's number lies too far back to be named:
+        that takes thousands of nodes in between.
         """
         assert self.phase is Phase.RUNNING
-        new = []
+        groups = []
         for node in nodes:
             if node in self._numbers or self.tree.state(node) is not State.LIVE or node == self.tree.root:
                 continue
-            if self._back(node, self._next_number) is not None:
-                new.append(node)
-                self._numbers[node] = self._next_number
-                self._next_number += 1
-        return [self._draft(new[i : i + _NODES_A_MESSAGE]) for i in range(0, len(new), _NODES_A_MESSAGE)]
+            group = tuple(self.whole((node,)))
+            if self._back(node, self._next_number + len(group) - 1) is not None:
+                groups.append(group)
+                self._numbers.update({n: self._next_number + i for i, n in enumerate(group)})
+                self._next_number += len(group)
+        return [self._draft(message) for message in _messages(groups, self._families)]
 
     def ack(self) -> Ack:
         """What the edge has; drafts say it too, so this is for an edge that has nothing to draft."""
@@ -159,9 +195,11 @@ class EdgeSession:
         named = self._numbers.get(parent)
         return number - named if named is not None and number - named <= NODE_WINDOW else None
 
-    def _draft(self, nodes: list[int]) -> Draft:
+    def _draft(self, groups: Sequence[tuple[int, ...]]) -> Draft:
+        nodes = [node for group in groups for node in group]
         numbers = [self._numbers[node] for node in nodes]
         weigh = self.tree.weight
+        families = [self._families.get(group[0]) for group in groups]
         return Draft(
             sid=self.sid,
             base_committed_len=len(self.committed),
@@ -169,6 +207,7 @@ class EdgeSession:
             parents=tuple(self._back(node, number) or 0 for node, number in zip(nodes, numbers, strict=True)),
             tokens=tuple(map(self.tree.token, nodes)),
             weights=bytes(_weight_byte(weigh(node) - weigh(self.tree.parent(node))) for node in nodes),
+            proposals=tuple(Proposal(1) if f is None else f.proposal for f in families) if any(families) else (),
         )
 
     # ---- messages in
@@ -227,7 +266,27 @@ class EdgeSession:
         self.tree.forget(len(self.committed) - 1)
         if len(self._numbers) > NODE_WINDOW:
             self._numbers = {n: k for n, k in self._numbers.items() if self.tree.state(n) is not State.DEAD}
+        if len(self._families) > 2 * len(self.tree):
+            self._families = {n: f for n, f in self._families.items() if self.tree.state(n) is State.LIVE}
         return tuple(walked)
+
+
+def _messages(groups: Iterable[tuple[int, ...]], families: Mapping[int, Family]) -> Iterator[list[tuple[int, ...]]]:
+    """Groups of nodes, as many to a message as fit."""
+    message: list[tuple[int, ...]] = []
+    size = 0
+    for group in groups:
+        family = families.get(group[0])
+        more = _BYTES_A_NODE * len(group)
+        if family is not None:
+            more += _BYTES_A_PROPOSAL + _BYTES_A_CHANCE * len(family.proposal.tokens)
+        if message and (size + more > _BYTES_A_MESSAGE or (families and len(message) == MAX_PROPOSALS)):
+            yield message
+            message, size = [], 0
+        message.append(group)
+        size += more
+    if message:
+        yield message
 
 
 def _weight_byte(log_probability: float) -> int:

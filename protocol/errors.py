@@ -31,6 +31,7 @@ class Code(StrEnum):
     BAD_TOKEN = "bad_token"
     BAD_BASE = "bad_base"
     BAD_PARENT = "bad_parent"
+    BAD_PROPOSAL = "bad_proposal"
     TREE_LIMIT = "tree_limit"
     DIVERGED = "diverged"
     OVERLOADED = "overloaded"

@@ -7,9 +7,13 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 from paceline.protocol.errors import Code, ProtocolError
+from paceline.protocol.proposal import MAX_PROPOSAL as MAX_PROPOSAL
+from paceline.protocol.proposal import MAX_SIBLINGS as MAX_SIBLINGS
+from paceline.protocol.proposal import Proposal
 from paceline.protocol.sampling import Sampling, TokenId
 
 VERSION = 1
+COUPLED, REJECTION = "coupled", "rejection"  # rules of `open`; the second is a feature of a cloud as well
 GRAMMAR = "grammar"  # the feature of a cloud that keeps the text to the grammar of `open`
 BACKUP = "backup"  # the feature of a cloud that drafts with a model where it holds too little
 UNSEEDED = "unseeded"  # of a cloud whose text, above temperature 0, is drawn without the seed's noise
@@ -25,6 +29,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_GRAMMAR = 65_536  # characters
 MAX_TEXT = 2048  # characters of a sentence for people
+MAX_PROPOSALS = 32  # families in one `draft` message
 NODE_WINDOW = 4096  # a parent lies at most this many node numbers back
 WEIGHT_UNIT = 1 / 16  # nats a step of the one-byte weights of a draft
 
@@ -83,6 +88,7 @@ class Draft(Message, frozen=True):
 
     `parents[i]` is how many numbers back the parent of node `first + i` lies; 0 means the committed text of length
     `base_committed_len`. `weights[i]` is -16 ln(probability of the token once its parent was taken), capped at 255.
+    `proposals`, under the rule `rejection`, say of all nodes in turn how many siblings were drawn from which distribution.
     """
 
     sid: Sid
@@ -93,6 +99,7 @@ class Draft(Message, frozen=True):
     ]
     tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_NODES_A_DRAFT)]
     weights: Annotated[bytes, Meta(max_length=MAX_NODES_A_DRAFT)] = b""
+    proposals: Annotated[tuple[Proposal, ...], Meta(max_length=MAX_PROPOSALS)] = ()
 
 
 class Cancel(Message, frozen=True):

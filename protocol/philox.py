@@ -5,7 +5,8 @@ block gives four 32-bit words; token `v` at absolute position `i` under seed `s`
 
     key = (s mod 2^32, s div 2^32)    counter = (v div 4, 0, i mod 2^32, i div 2^32)    word = v mod 4
 
-so noise depends on nothing but (s, i, v): not on the step, the batch, or who asks. The same integers are computed by
+so noise depends on nothing but (s, i, v): not on the step, the batch, or who asks. Counters whose second word is 1 hold
+the uniform numbers by which draws are accepted (`uniforms`). The same integers are computed by
 the torch and Triton code of `paceline.kernels`; one file of test vectors holds all three to it.
 """
 
@@ -24,6 +25,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _ROUNDS = 10
+_UNIFORM = 1  # second word of the counter: 0 is the Gumbel noise's
 _MANY = 1024  # tokens from which it pays to look how they lie
 
 
@@ -47,10 +49,17 @@ def philox(counter: Sequence[Counter], key: tuple[int, int]) -> Words:
     return out
 
 
-def blocks(seed: int, position: int, first_word: npt.NDArray[np.uint64]) -> Words:
-    """Philox blocks [n, 4] for the counters (first_word[n], 0, position)."""
+def blocks(seed: int, position: int, first_word: npt.NDArray[np.uint64], stream: int = 0) -> Words:
+    """Philox blocks [n, 4] for the counters (first_word[n], stream, position)."""
     key = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
-    return philox((first_word, 0, position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF), key)
+    return philox((first_word, stream, position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF), key)
+
+
+def uniforms(seed: int, position: int, count: int) -> Floats:
+    """`count` uniform numbers [n] in (0, 1) for one position: a stream of its own, independent of the Gumbel noise there."""
+    rows = blocks(seed, position, np.arange((count + 3) // 4, dtype=np.uint64), _UNIFORM)
+    out: Floats = (rows.ravel()[:count].astype(np.float64) + 0.5) * 2.0**-32
+    return out
 
 
 def words(seed: int, position: int, tokens: Ids) -> Words:

@@ -31,6 +31,7 @@ def chat(
     target: options.Target = None,
     draft: options.Draft = None,
     policy: options.PolicyName = "stream",
+    rule: options.Rule = "coupled",
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
@@ -61,13 +62,13 @@ def chat(
 
     from paceline.edge.conversation import Conversation
     from paceline.edge.policies import policy as policy_named
-    from paceline.edge.policies import with_power
+    from paceline.edge.policies import with_power, with_rule
     from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.models import cache_folder
     from paceline.scripts.verifier import Choice, verifier
 
-    policy = with_power(policy, power)
+    policy = with_rule(with_power(policy, power), rule)
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if offline not in (None, "draft"):

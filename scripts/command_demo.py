@@ -10,6 +10,7 @@ from paceline.scripts import options
 def demo(
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="What to ask.")],
     policy: options.PolicyName = "stream",
+    rule: options.Rule = "coupled",
     rtt: options.RoundTrip = 0.05,
     verify_floor: options.VerifyFloor = 0.03,
     max_tokens: options.MaxTokens = 96,
@@ -34,12 +35,14 @@ def demo(
     import asyncio
 
     from paceline.edge.policies import policy as policy_named
+    from paceline.edge.policies import with_rule
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.comparison import Question, as_lines, compare
     from paceline.scripts.local import local_verifier
     from paceline.scripts.pairs import files_of, vocabulary_of
 
-    policy_named(policy)
+    policy = with_rule(policy, rule)
+    chosen = policy_named(policy)
     if not prompt.strip():
         raise PacelineError("the prompt is empty")
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
@@ -54,4 +57,5 @@ def demo(
         vocabulary = vocabulary_of(files.target)
         result = asyncio.run(compare(url, vocabulary, files.draft, policy, question, rtt, threads, provider))
     result |= {"policy": policy, "rtt": rtt, "verify_floor": verify_floor, "seed": params.seed, "engine": engine}
+    result["drawn"] = chosen.rule == "rejection" and not params.greedy
     typer.echo(json.dumps(result, ensure_ascii=False) if as_json else as_lines(result))

@@ -108,6 +108,8 @@ def report(text: Text, plain: Answer, ours: Answer, round_trip: float) -> dict[s
 def as_lines(result: dict[str, Any]) -> str:
     """The same for a person, in a few lines."""
     same = "word for word what the target writes alone" if result["identical"] else "NOT what the target writes alone"
+    if result["drawn"]:
+        same = "of the target's own distribution, by draws: not the words that it would write alone"
     pace = f", each step paced to {1000 * result['verify_floor']:.0f} ms" if result["verify_floor"] else ""
     return "\n".join(
         (

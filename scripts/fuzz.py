@@ -23,12 +23,13 @@ from paceline.cloud import connection, scheduler
 from paceline.cloud.connection import MAX_WAITING, Connection, House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler
-from paceline.protocol import cloud_session, codec, edge_session, tree
+from paceline.protocol import cloud_session, codec, edge_session, intake, rejection, tree
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_cloud, decode_from_edge
 from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import ProtocolError
-from paceline.protocol.messages import Draft, Open
+from paceline.protocol.messages import REJECTION, Draft, Open
+from paceline.protocol.proposal import Proposal
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.virtual import MemoryChannel, VirtualLoop, run_engine
 
@@ -47,7 +48,7 @@ def fuzz_codec(frames: Sequence[bytes]) -> None:
 
 def fuzz_session(frames: Sequence[bytes]) -> None:
     """What decodes goes to both ends of one generation."""
-    edge = EdgeSession((1, 2, 3), Sampling(), 64, vocabulary_size=12)
+    edge = EdgeSession((1, 2, 3), Sampling(temperature=1.0), 64, rule=REJECTION, vocabulary_size=12)
     cloud = CloudSession(edge.open(1), LIMITS, "token")
     for frame in frames:
         with suppress(ProtocolError):
@@ -59,7 +60,9 @@ def fuzz_session(frames: Sequence[bytes]) -> None:
             elif isinstance(message, Open):
                 CloudSession(message, LIMITS, "token")
         assert len(cloud.tree) <= LIMITS.nodes + 1, "the tree outgrew its limit"
-        cloud.plan(16)
+        plan = cloud.plan(16)
+        for node in {-1, *plan.parents}:
+            plan.drawn_below(node)
 
 
 class ConnectionTarget:
@@ -135,6 +138,11 @@ def seeds(vectors: Path) -> list[bytes]:
         Ping(1.0),
         Draft(2, 2, 0, (0,), (3,)),
         Cancel(1),
+        Open(3, (1, 2), Sampling(seed=2, temperature=1.0), 30, rule=REJECTION),
+        Draft(
+            3, 0, 0, (0, 0, 1), (4, 5, 6), b"", (Proposal(2, (4, 5, 6), b"\x09\x02\x01"), Proposal(1, (6,), b"\x01"))
+        ),
+        Draft(3, 0, 3, (0, 2), (7, 8), b"", (Proposal(2),)),
     ]
     spoken = [encode(m) for m in talk]
     whole = [join(spoken[: n + 1]) for n in range(len(spoken))]
@@ -228,7 +236,7 @@ def blindly(count: Count, corpus: Sequence[bytes], inputs: int, seed: int) -> No
 
 def own_functions() -> Iterator[FunctionType]:
     """Those whose coverage guides."""
-    for module in (codec, cloud_session, edge_session, tree, connection, scheduler):
+    for module in (codec, cloud_session, intake, rejection, edge_session, tree, connection, scheduler):
         for holder in (module, *(v for v in vars(module).values() if inspect.isclass(v))):
             for value in vars(holder).values():
                 if inspect.isfunction(value) and value.__module__ == module.__name__:

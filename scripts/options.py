@@ -27,6 +27,14 @@ PolicyName = Annotated[
     str, typer.Option("--policy", help="stream: draft here, verify there; ar: the cloud decodes alone.")
 ]
 Power = Annotated[str, typer.Option(help="low: draft only what will likely become text, for a battery or for heat.")]
+Rule = Annotated[
+    str,
+    typer.Option(
+        "--rule",
+        help="How sampled tokens are agreed on. coupled: both ends use one noise, and the seed alone decides the text;"
+        " rejection: the draft's draws are accepted or refused (speculative sampling), the same distribution.",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of an answer, at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token every time.")]
 TopK = Annotated[int, typer.Option(help="Choose among so many tokens only; 0: all.")]

@@ -80,7 +80,7 @@ async def connected(port: int, key: str | None = None) -> SocketChannel:
 
 async def test_edges_are_answered_with_the_plain_text() -> None:
     tally, done = Tally(), asyncio.Event()
-    async with serving(floor=0.005) as (house, port, engine):
+    async with serving(floor=0.05) as (house, port, engine):
         agents = [real_agent(lambda: connected(port), seed) for seed in range(3)]
         asking = [asyncio.create_task(ask_until(done, agent, tally, i, 60)) for i, agent in enumerate(agents)]
         await until(lambda: tally.answers >= 6 and house.scheduler.figures.accepted > 0)

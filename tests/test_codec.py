@@ -28,8 +28,11 @@ def frame_of(text: str) -> bytes:
     return bytes.fromhex(re.sub(r"([0-9a-f]{2})\*(\d+)", lambda m: m[1] * int(m[2]), text))
 
 
-def fields_of(vector: dict[str, Any]) -> dict[str, Any]:
-    return {k: bytes.fromhex(v["bytes"]) if isinstance(v, dict) and "bytes" in v else v for k, v in vector.items()}
+def fields_of(value: Any) -> Any:
+    """A message of the file, with its bytes as bytes."""
+    if isinstance(value, dict):
+        return bytes.fromhex(value["bytes"]) if "bytes" in value else {k: fields_of(v) for k, v in value.items()}
+    return [fields_of(v) for v in value] if isinstance(value, list) else value
 
 
 def by_name(vector: dict[str, Any]) -> str:

@@ -137,7 +137,7 @@ WRONG: dict[str, tuple[Message | bytes | str, Code]] = {
     "empty prompt": (open_(2, prompt=()), Code.BAD_PROMPT),
     "prompt beyond the context": (open_(2, prompt=(1,) * 5000), Code.CONTEXT),
     "prompt beyond the vocabulary": (open_(2, prompt=(99,)), Code.BAD_TOKEN),
-    "another rule": (open_(2, rule="rejection"), Code.UNSUPPORTED),
+    "another rule": (open_(2, rule="other"), Code.UNSUPPORTED),
     "temperature": (msgspec.msgpack.encode(msgspec.to_builtins(open_(2)) | {"sampling": {"temperature": -1}}), Code.BAD_PARAMS),
     "the same number": (open_(1), Code.DUPLICATE_SESSION),
 }  # fmt: skip

@@ -114,7 +114,7 @@ def drafted(seat: Seat, tokens: Sequence[int], weight: int) -> None:
         Draft(
             sid=seat.session.sid,
             base_committed_len=base,
-            first=seat.session._next_number,
+            first=seat.session.intake.next_number,
             parents=(0, *[1] * (n - 1)),
             tokens=tuple(tokens),
             weights=bytes([weight] * n),

@@ -62,7 +62,7 @@ def refused(code: Code) -> Any:
         ({"prompt": (1,) * 1000}, Code.CONTEXT, "1000"),
         ({"held": (1, 2, 3), "max_tokens": 2}, Code.BAD_MESSAGE, "max_tokens"),
         ({"held": (STOP, 3)}, Code.BAD_MESSAGE, "stop"),
-        ({"rule": "rejection"}, Code.UNSUPPORTED, "rejection"),
+        ({"rule": "other"}, Code.UNSUPPORTED, "other"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(fields: dict[str, Any], code: Code, says: str) -> None:
@@ -323,7 +323,7 @@ def test_memory_of_both_ends_stays_flat_over_100_000_tokens(acknowledges: bool) 
     assert len(e.committed) == 100_000
     for tree in (e.tree, c.tree):
         assert len(tree._state) < 2.1 * NODE_WINDOW
-    assert max(len(e._numbers), len(c._nodes) + len(c._written)) <= 2.1 * NODE_WINDOW
+    assert max(len(e._numbers), len(c.intake.nodes) + len(c.intake.written)) <= 2.1 * NODE_WINDOW
 
 
 # ---- edge

@@ -39,6 +39,7 @@ class Slot:
 
 class LlamaEngine:
     masks = True  # its choice is made on the host, where a grammar can be laid over the logits
+    rejects = True  # and where draws can be accepted or refused
 
     def __init__(
         self,

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from paceline.cloud.architecture import Config
 from paceline.cloud.batch import Batch, Share, choices, forest, lay_out
-from paceline.cloud.engine import Work
+from paceline.cloud.engine import Logits, Work
+from paceline.cloud.engine import walk as walk_on_host
 from paceline.cloud.kv import Cache
 from paceline.cloud.logprobs import top_logprobs
 from paceline.cloud.model import Rows, Weights, forward
@@ -68,6 +70,8 @@ class Timing:
 
 
 class TorchEngine:
+    rejects = True  # a session with draws walks on the host, by the rows of its path
+
     def __init__(
         self,
         decoder: Decoder,
@@ -203,7 +207,9 @@ class TorchEngine:
         root = 0
         for i, share in enumerate(batch.choosing):
             path = paths.rows[i, : int(paths.count[i])]
-            if not paths.finite[i]:
+            if share.work.plan.draws:
+                out[share.work.handle] = walk_on_host(share.work, share.base, partial(_row, logits, root))
+            elif not paths.finite[i]:
                 text = "the model's logits are not finite; the model or its weights are damaged"
                 out[share.work.handle] = EngineError(text)
             else:
@@ -235,6 +241,12 @@ class TorchEngine:
         yield
         self.timing.run += self._clock() - began
         self.timing.rows += batch.layout.rows
+
+
+def _row(logits: Tensor, root: int, node: int) -> Logits:
+    """Logits [V] after a node of the session whose root row is `root`, on the host."""
+    row: Logits = logits[root + 1 + node].float().cpu().numpy()
+    return row
 
 
 def out_of_memory(e: Exception) -> bool:

@@ -17,6 +17,7 @@ ORDER = 3  # tokens that the next one depends on
 
 class ToyEngine:
     masks = True  # its choice is made on the host, where a grammar can be laid over the logits
+    rejects = True  # and where draws can be accepted or refused
 
     def __init__(self, vocabulary_size: int = 12, context: int = 4096, seed: int = 0, sharpness: float = 3.0) -> None:
         self.name = "toy"

@@ -36,7 +36,7 @@ class Requests:
     """A `Driver` over vLLM. `width`: tokens of a drafted chain, at most."""
 
     floor = 0.0
-    drafts = False
+    drafts = rejects = False
 
     def __init__(self, generate: Generate, mailbox: Mailbox, clock: Callable[[], float], width: int) -> None:
         self.width, self.figures = width, Figures()

@@ -36,6 +36,7 @@ class Question:
     down: float
     loss: float
     width: int | None
+    rule: str = "coupled"
 
 
 def rtt(
@@ -51,6 +52,7 @@ def rtt(
         str, typer.Option(help="virtual: modelled costs; real: two processes on this machine.")
     ] = "virtual",
     temperature: options.Temperature = 0.0,
+    rule: options.Rule = "coupled",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Prompts, taking turns between the categories.")] = 24,
     skip: Annotated[int, typer.Option(min=0, help="Prompts to leave out before them.")] = 0,
@@ -79,7 +81,7 @@ def rtt(
     names = tuple(POLICIES) if policies == "all" else tuple(policies.split(","))
     question = Question(
         pair, edge, verify_floor, _numbers(round_trips), names, prompts, count, skip, max_tokens, temperature, seed, learn,
-        tune, predictor != "off", candidates, jitter, uplink * 1e6, downlink * 1e6, loss, width,
+        tune, predictor != "off", candidates, jitter, uplink * 1e6, downlink * 1e6, loss, width, rule,
     )  # fmt: skip
     if predictor not in ("on", "off"):
         raise PacelineError(f"--predictor {predictor!r}: it is on or off")
@@ -107,7 +109,7 @@ def measure(question: Question, threads: int | None, out: Path | None) -> Any:
     with bar() as step:
         workshop, cases, others, learned, about = prepared(question, threads, step)
         results = continued(about, out)
-        chosen = entrants(question, workshop, others[: question.tune], learned, results.about, step)
+        chosen = entrants(question, workshop, others, learned, results.about, step)
         step("measuring", len(cases) * len(chosen))
         sweep(workshop, cases, chosen, learned, results, out, lambda: step("measuring", None))
         workshop.close()

@@ -1,7 +1,8 @@
 """One answer under the virtual clock: the real agent, sessions, planner and scheduler, with modelled costs.
 
 The draft's rows come from a memo, a batch of n rows costs what the edge's preset says, a verification what `verify` says,
-and the link delays frames. The target is a recording. What happened is a `Run`, and every event if one asks for them.
+and the link delays frames. The target is a recording; under the rule `rejection`, where the text depends on what was drawn, it
+is the real one, at the same modelled cost. What happened is a `Run`, and every event if one asks for them.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.cloud.backup import Ngram, TopUp
 from paceline.cloud.connection import Connection, House
+from paceline.cloud.engine import Engine
 from paceline.cloud.engines.replay import ReplayEngine
 from paceline.cloud.scheduler import Scheduler
 from paceline.edge.agent import Agent, Runner
@@ -20,6 +22,7 @@ from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.messages import REJECTION
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
 from paceline.scripts.lab.edges import EdgeCost
@@ -41,6 +44,7 @@ class Setting:
     verify: float = 0.03
     predictor: bool = True
     width: int | None = None  # nodes the verifier takes along in a step, at most
+    learns: bool = False  # what the predictor learns stays in the bench's
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Run:
     down: int
     messages_up: int
     largest: int
-    same: bool
+    same: bool | None  # is it the target's own text? None: drawn texts differ
 
 
 @dataclass
@@ -82,6 +86,7 @@ class Bench:
     vocabulary: Vocabulary
     memo: Memo
     predictor: Predictor
+    target: Callable[[], Engine] | None = None  # the real one, for texts that cannot be recorded
 
 
 def answer(bench: Bench, case: Case, setting: Setting, events: Events | None = None) -> Run:
@@ -91,7 +96,8 @@ def answer(bench: Bench, case: Case, setting: Setting, events: Events | None = N
 
 async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) -> Run:
     clock = asyncio.get_running_loop().time
-    engine = ReplayEngine("target", bench.vocabulary, {(case.prompt, case.sampling): case.text})
+    drawn = setting.policy.rule == REJECTION and not case.sampling.greedy
+    engine = _live(bench) if drawn else _recorded(bench, case)
     meter = Meter()
     top_ups = _top_ups(bench, case, setting, meter)
     scheduler = Scheduler(engine, meter.run, clock, floor=setting.verify, width=setting.width, top_ups=top_ups)
@@ -104,7 +110,7 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
         return LinkChannel(near, setting.link, random.Random(1), events.frames.append)
 
     draft = MemoDraft("draft", bench.vocabulary, bench.memo, case, setting.edge.table)
-    predictor = bench.predictor.copy(enabled=setting.predictor)
+    predictor = bench.predictor if setting.learns else bench.predictor.copy(enabled=setting.predictor)
     agent = Agent(
         connect,
         bench.vocabulary,
@@ -118,7 +124,8 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
     try:
         async with agent:
             await asyncio.sleep(SETTLE)
-            return await ask(agent, case, clock, events)
+            run = await ask(agent, case, clock, events)
+            return replace(run, same=None) if drawn else run
     finally:
         for task in tasks:
             task.cancel()
@@ -155,6 +162,16 @@ async def ask(agent: Agent, case: Case, clock: Callable[[], float], events: Even
         largest=now.largest,
         same=tuple(tokens) == case.text,
     )
+
+
+def _recorded(bench: Bench, case: Case) -> Engine:
+    return ReplayEngine("target", bench.vocabulary, {(case.prompt, case.sampling): case.text})
+
+
+def _live(bench: Bench) -> Engine:
+    if bench.target is None:
+        raise PacelineError("the rule rejection needs the target itself, and here there is only a recording")
+    return bench.target()
 
 
 def _top_ups(bench: Bench, case: Case, setting: Setting, meter: Meter) -> list[TopUp]:

@@ -17,7 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import FAN_OUT, candidates
 from paceline.edge.draft import Candidates, Choice, Extended, Row
+from paceline.edge.drawing import drawn_from, shortlist
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.philox import Floats, Ids
 from paceline.protocol.sampling import History, Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
@@ -46,6 +48,7 @@ class Memo:
     def __init__(self, file: Path, case: Case, forest: "Callable[[], Forest | OnnxForest]") -> None:
         self._file, self._case, self._forest = file, case, forest
         self._found: dict[Digest, Candidates] = {}
+        self._shortlists: dict[Digest, tuple[Ids, Floats]] = {}  # not kept: drawn texts do not come again
         self._fresh = 0
         self._load()
 
@@ -65,6 +68,17 @@ class Memo:
     def held(self, digest: Digest) -> Candidates | None:
         """Candidates after that path, if they were computed before."""
         return self._found.get(digest)
+
+    def shortlists(self, paths: Sequence[tuple[Digest, Sequence[int]]]) -> list[tuple[Ids, Floats]]:
+        """What is drawn from after each path."""
+        missing = {digest: tokens for digest, tokens in paths if digest not in self._shortlists}
+        if missing:
+            if not self._forest().stands([*self._case.prompt, *self._case.text]):
+                self._plant()
+            rows = self._forest().run([[*self._case.prompt, *tokens] for tokens in missing.values()])
+            for (digest, tokens), row in zip(missing.items(), rows, strict=True):
+                self._shortlists[digest] = shortlist(row, Choice(self._case.sampling, self._history(tokens)))
+        return [self._shortlists[digest] for digest, _ in paths]
 
     def save(self) -> None:
         """Raises PacelineError if the file cannot be written."""
@@ -104,12 +118,14 @@ class Memo:
     def _keep(self, digest: Digest, tokens: Sequence[int], logits: npt.NDArray[np.float32]) -> None:
         if digest in self._found:
             return
-        sampling, prompt = self._case.sampling, self._case.prompt
-        history = History(prompt, tokens) if sampling.penalised else None
-        found = candidates(logits, len(prompt) + len(tokens), Choice(sampling, history))
+        choice = Choice(self._case.sampling, self._history(tokens))
+        found = candidates(logits, len(self._case.prompt) + len(tokens), choice)
         single = found.confidence.astype(np.float32).astype(np.float64)  # as it will come back from the file
         self._found[digest] = Candidates(found.tokens.astype(np.int32), single)
         self._fresh += 1
+
+    def _history(self, tokens: Sequence[int]) -> History | None:
+        return History(self._case.prompt, tokens) if self._case.sampling.penalised else None
 
 
 def digest_of(case: Case, tokens: Sequence[int]) -> Digest:
@@ -167,7 +183,13 @@ class MemoDraft:
                 ran += 1
             text.nodes[row.node] = path
             paths.append(path)
-        return Extended(self._memo.of(paths), ran)
+        drawings = [row.choice.drawing for row in rows]
+        if not any(drawings):
+            return Extended(self._memo.of(paths), ran)
+        lists = self._memo.shortlists(paths)
+        found = [drawn_from(*q, d) for q, d in zip(lists, drawings, strict=True) if d is not None]
+        assert len(found) == len(rows), "a generation draws, or it does not"
+        return Extended(found, ran)
 
     def close(self, handle: int) -> None:
         self._texts[handle].nodes.clear()

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.edge.policies import Policy
+from paceline.edge.policies import Policy, with_rule
 from paceline.edge.policies import policy as policy_named
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
+from paceline.protocol.messages import REJECTION
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.cases import Case, read_prompts, spread
 from paceline.scripts.lab.experiment import Setting
@@ -49,22 +50,31 @@ def prepared(
 def entrants(
     question: "Question",
     workshop: Workshop,
-    tuning: list[Case],
+    others: list[Case],
     predictor: Predictor,
     about: dict[str, Any],
     step: Step,
 ) -> list[Entrant]:
-    """Each policy at each round trip, with the parameters that are best there. What was tuned before is taken from `about`."""
+    """Each policy at each round trip, with the parameters that are best there. What was tuned before is taken from `about`.
+
+    `others` are the cases to learn and tune on.
+    """
     found: list[Entrant] = []
+    drawn: dict[str, Predictor] = {}
+    tuning = others[: question.tune]
     chosen: dict[str, str] = about.setdefault("tuned", {})
     step("tuning", len(question.round_trips) * len(question.policies))
     for rtt in question.round_trips:
         for name in question.policies:
+            name = with_rule(name, question.rule)
             setting = setting_of(workshop, question, name, rtt)
             key = f"{name} at {rtt:g}"
             chosen[key] = chosen.get(key) or best(workshop, tuning, name, setting, predictor)
             policy = _limited(question, policy_named(chosen[key]))
-            found.append(Entrant(name, chosen[key], replace(setting, policy=policy)))
+            setting = replace(setting, policy=policy)
+            if policy.rule == REJECTION and policy.drafts and name not in drawn:
+                drawn[name] = workshop.taught_by_draws(others, setting)
+            found.append(Entrant(name, chosen[key], setting, drawn.get(name)))
             step("tuning", None)
     return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.messages import COUPLED, REJECTION
 from paceline.scripts.lab.experiment import Run
 from paceline.scripts.lab.network import LinkSpec
 from paceline.scripts.lab.prepare import prepared
@@ -31,6 +32,10 @@ def measure_real(question: "Question", threads: int | None, out: Path | None) ->
     """Raises PacelineError, naming it, for a policy that needs what a real verifier here does not have."""
     from paceline.scripts.lab.command_rtt import bar
 
+    if question.rule != COUPLED or any(f"rule={REJECTION}" in name for name in question.policies):
+        raise PacelineError(
+            "the real clock's verifier plays a recording, which cannot verify draws; use --clock virtual"
+        )
     for name in question.policies:
         if name.partition(":")[0] not in REAL or "backup" in name:
             raise PacelineError(

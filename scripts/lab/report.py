@@ -36,7 +36,7 @@ class Line:
     down: float
     largest: int
     hidden: float
-    same: bool
+    same: bool | None
 
     @property
     def ms_a_token(self) -> float:
@@ -90,7 +90,7 @@ def _line(group: Sequence[Entry], plain: dict[tuple[float, str], float], at_zero
         down=total("down") / total("tokens"),
         largest=max(e.run.largest for e in group),
         hidden=_hidden(group, at_zero),
-        same=all(e.run.same for e in group),
+        same=None if all(e.run.same is None for e in group) else all(e.run.same for e in group),
     )
 
 

@@ -22,7 +22,7 @@ def show(about: dict[str, Any], table: Sequence[Line], entries: Sequence[Entry])
         cells = by_category(entries, rtt)
         if len(cells) > 1 and rtt == _middle({e.round_trip for e in entries}):
             console.print(_categories(cells, rtt))
-    if not all(line.same for line in table):
+    if any(line.same is False for line in table):
         console.print("[bold red]NOT every text was the target's own[/]")
 
 
@@ -49,7 +49,7 @@ def _speeds(table: Sequence[Line]) -> Table:
             f"{n.down:.0f}",
             f"{n.largest}",
             _number(n.hidden, 2),
-            "yes" if n.same else "NO",
+            {True: "yes", False: "NO", None: "-"}[n.same],
         )
     return out
 

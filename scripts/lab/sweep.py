@@ -6,7 +6,7 @@ A file of results is only continued by the same code and the same question: else
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,15 @@ class Results:
 
 @dataclass(frozen=True)
 class Entrant:
-    """A setting in the sweep. `policy` is what it is compared as, `label` names its parameters."""
+    """A setting in the sweep. `policy` is what it is compared as, `label` names its parameters.
+
+    `predictor`: what it begins with, if not with what all do.
+    """
 
     policy: str
     label: str
     setting: Setting
+    predictor: Predictor | None = None
 
 
 def code_digest() -> str:
@@ -100,7 +104,7 @@ def sweep(
         for entrant in entrants:
             rtt = entrant.setting.link.round_trip
             if (entrant.label, rtt, case.name) not in have:
-                run = answer(bench, case, entrant.setting)
+                run = answer(replace(bench, predictor=entrant.predictor or predictor), case, entrant.setting)
                 entry = Entry(entrant.policy, entrant.label, rtt, case.name, case.category, run)
                 results.entries.append(entry)
             done()

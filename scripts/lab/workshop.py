@@ -1,11 +1,12 @@
 """The pair made ready for the lab: files, vocabulary, recorded cases, one memo a case, a predictor that has learned on others."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cloud.engine import Engine
+from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.edge.draft import Candidates
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
@@ -13,7 +14,7 @@ from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case, Prompt, Recordings
 from paceline.scripts.lab.edges import EdgeCost, edge_named, fitted
-from paceline.scripts.lab.experiment import Bench
+from paceline.scripts.lab.experiment import Bench, Setting, answer
 from paceline.scripts.lab.memo import Memo, begin, digest_of
 from paceline.scripts.models import Pair
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.scripts.lab.onnx_forest import OnnxForest
 
 CONTEXT = 4096
+WIDTH = 40  # nodes of a step of the real target
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Workshop:
     threads: int | None = None
     _forests: "list[Forest | OnnxForest]" = field(default_factory=list)
     _native: list[EdgeCost] = field(default_factory=list)
+    _live: list[LlamaEngine] = field(default_factory=list)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -67,8 +70,23 @@ class Workshop:
             memo.save()
         return predictor
 
+    def taught_by_draws(self, cases: Sequence[Case], setting: Setting) -> Predictor:
+        """One that has seen how often draws are taken, in answers to `cases`."""
+        predictor = Predictor()
+        for case in cases:
+            answer(self.bench(case, predictor), case, replace(setting, learns=True))
+        return predictor
+
     def bench(self, case: Case, predictor: Predictor) -> Bench:
-        return Bench(self.vocabulary, self.memo(case), predictor)
+        return Bench(self.vocabulary, self.memo(case), predictor, self.live)
+
+    def live(self) -> Engine:
+        """The target itself; where it takes part in virtual time its steps cost what they are said to."""
+        if not self._live:
+            engine = LlamaEngine(self.pair.target, context=CONTEXT, slots=1, max_width=WIDTH, threads=self.threads)
+            engine.step_cost = [(1, 1e-9), (2, 1e-9)]
+            self._live.append(engine)
+        return self._live[0]
 
     def edge(self, name: str) -> EdgeCost:
         """A preset, two milliseconds, or `native`: what the draft's steps cost here, measured once. Raises PacelineError."""
@@ -85,6 +103,8 @@ class Workshop:
     def close(self) -> None:
         for forest in self._forests:
             forest.close()
+        for engine in self._live:
+            engine.shut()
 
     def _forest(self) -> "Forest | OnnxForest":
         if not self._forests:
@@ -101,8 +121,6 @@ class Workshop:
         return Forest(self.pair.draft, self.vocabulary, threads=self.threads)
 
     def _target(self) -> Engine:
-        from paceline.cloud.engines.llamacpp import LlamaEngine
-
         return LlamaEngine(self.pair.target, context=CONTEXT, slots=1, threads=self.threads)
 
 
