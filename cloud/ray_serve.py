@@ -80,9 +80,8 @@ class Replica:
         house = self._app.front.house
         while not await asyncio.to_thread(self._watch.is_over):  # noqa: ASYNC110 - nobody would tell
             await asyncio.sleep(CHECK_SECONDS)
-        house.drain(self._settings.drain_timeout)
+        house.drain(self._settings.drain_timeout)  # those that have nothing to end go at once
         await drain(house, asyncio.Event(), self._settings.drain_timeout)
-        house.drain(0.0)
 
 
 class Watch:
@@ -121,13 +120,13 @@ def verifiers(settings: Settings, load: Load, scale: Scale) -> Any:
 
     Raises PacelineError if Ray Serve is not installed, or a setting has no meaning behind its proxy.
     """
+    if settings.tls_certificate is not None:
+        raise PacelineError("tls_certificate: Ray's proxy is what listens; TLS is its own or that of a proxy in front")
     try:
         from ray import serve
         from ray.serve.config import AutoscalingConfig
     except ModuleNotFoundError as e:
         raise PacelineError(f"Ray Serve needs {e.name}: pip install 'paceline[ray]'") from None
-    if settings.tls_certificate is not None:
-        raise PacelineError("tls_certificate: Ray's proxy is what listens; TLS is its own or that of a proxy in front")
     autoscaling = AutoscalingConfig(
         min_replicas=scale.min_replicas,
         max_replicas=scale.max_replicas,

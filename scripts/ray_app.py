@@ -21,6 +21,12 @@ from pydantic import TypeAdapter, ValidationError
 
 def app(args: Mapping[str, Any]) -> Any:
     """An application of Ray Serve. Raises PacelineError naming the argument that is wrong."""
+    settings, scale = arguments(args)
+    return verifiers(settings, load, scale)
+
+
+def arguments(args: Mapping[str, Any]) -> tuple[Settings, Scale]:
+    """What the arguments say. Raises PacelineError naming the one that is wrong."""
     names = {field.name for field in fields(Scale)}
     try:
         scale = TypeAdapter(Scale).validate_python({k: v for k, v in args.items() if k in names})
@@ -32,8 +38,7 @@ def app(args: Mapping[str, Any]) -> Any:
     if unknown:
         raise PacelineError(f"there is no setting {unknown[0]!r}")
     config = os.environ.get(f"{PREFIX}CONFIG")
-    settings, _ = effective(given, Path(config) if config else None)
-    return verifiers(settings, load, scale)
+    return effective(given, Path(config) if config else None)[0], scale
 
 
 def load(settings: Settings) -> tuple[Engine, Path | None]:

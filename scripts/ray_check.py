@@ -1,10 +1,10 @@
-"""What only a running Ray can tell: two replicas on this machine's CPU, under load, killed and drained, and the text unchanged.
+"""What only a running Ray can tell: two replicas on this machine's CPU, under load, killed and replaced, and the text unchanged.
 
     scripts/test_ray [--json FILE]
 
-The replicas run the toy target, whose right answers are known without asking; the edges are real agents over real sockets, and
-each says who it is (`x-session-id`). Every part waits for what it waits for; a part that fails is reported, and the exit status
-says whether all passed.
+The replicas run the toy target, whose right answers are known without asking, and in the last part a real model. The edges are
+real agents over real sockets, and each says who it is (`x-session-id`). Every part waits for what it waits for; a part that
+fails is reported, and the exit status says whether all passed.
 """
 
 import asyncio
@@ -13,49 +13,28 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.ray_serve import NAME
 from paceline.edge.agent import Agent
-from paceline.edge.websocket import Address, SocketChannel
-from paceline.protocol.channel import Channel
-from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.messages import Commit, Hello, Message, Open, Opened
-from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.answers import Tally
 from paceline.scripts.chaos.kills import ask_until, free_port, real_agent
 from paceline.scripts.ray_app import app
+from paceline.scripts.visitor import Tagged, comes_back, dial
 
 SLOTS = 4  # sessions a replica runs
 LIMIT = 180.0  # seconds after which what did not happen is taken for a fault
 SETTINGS = {"engine": "toy", "slots": SLOTS, "verify_floor": 0.02, "drain_timeout": 5, "cpus": 0.1, "upscale_delay": 1}
+MODEL = {"model": "smollm2", "slots": 2, "context": 1024, "threads": 1, "drain_timeout": 2, "cpus": 0.1}
+TOLD = ("going away", "going on elsewhere")  # how a link ends that was told to
+CONFIG = Path(__file__).resolve().parents[1] / "cloud" / "deploy" / "ray.yaml"
 Figures = dict[str, Any]
-
-
-class Tagged(Address):
-    """An edge that says who it is."""
-
-    name = ""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {**super().headers, "x-session-id": self.name}
-
-
-def dial(url: str, name: str) -> Callable[[], Awaitable[Channel]]:
-    address = Tagged(url)
-    object.__setattr__(address, "name", name)
-
-    async def connect() -> Channel:
-        return await SocketChannel.connect(address)
-
-    return connect
 
 
 @dataclass
@@ -72,11 +51,18 @@ class Crowd:
 
     def grow(self, count: int) -> None:
         for i in range(len(self.agents), count):
-            agent = real_agent(dial(self.url, f"edge-{i}"), i)
-            heard = agent.link_down
-            agent.link_down = lambda reason, heard=heard: (self.reasons.append(reason), heard(reason))[-1]  # type: ignore[method-assign]
+            agent = real_agent(dial(Tagged(self.url, name=f"edge-{i}")), i)
+            setattr(agent, "link_down", self._noting(agent.link_down))  # noqa: B010 - a method is replaced
             self.agents.append(agent)
             self._asking.append(asyncio.create_task(ask_until(self._done, agent, self.tally, i, 200)))
+
+    def _noting(self, heard: Callable[[str], None]) -> Callable[[str], None]:
+        def link_down(reason: str) -> None:
+            if not self._done.is_set():  # at the end they hang up themselves
+                self.reasons.append(reason)
+            heard(reason)
+
+        return link_down
 
     @property
     def running(self) -> int:
@@ -120,13 +106,23 @@ def pids() -> list[int]:
     return found
 
 
-def deploy(least: int, most: int) -> None:
+def deploy(least: int, most: int, settings: Mapping[str, Any] = SETTINGS) -> None:
     from ray import serve
 
-    serve.run(app({**SETTINGS, "min_replicas": least, "max_replicas": most}))
+    serve.run(app({**settings, "min_replicas": least, "max_replicas": most}))
 
 
 # ---- the parts
+
+
+async def shipped(url: str) -> Figures:
+    """Ray takes the config file that is shipped, and the settings in it."""
+    from ray.serve.schema import ServeDeploySchema
+    from yaml import safe_load
+
+    [application] = ServeDeploySchema(**safe_load(CONFIG.read_text())).applications
+    made = app(application.args)._bound_deployment  # nothing is started
+    return {"max_ongoing_requests": made.max_ongoing_requests, "import_path": application.import_path}
 
 
 async def scale_up(url: str) -> Figures:
@@ -150,31 +146,6 @@ async def come_back(url: str) -> Figures:
     return {"edges": len(same), "same_replica": sum(same)}
 
 
-async def comes_back(url: str, name: str) -> bool:
-    token = ""
-    for _ in range(3):
-        channel = await dial(url, name)()
-        toy = ToyEngine().vocabulary
-        await channel.send(encode(Hello((1,), toy.name, toy.size, toy.fingerprint)))
-        opened = Open(sid=1, prompt=(1, 2), sampling=Sampling(), max_tokens=2000, resume=token)
-        await channel.send(encode(opened))
-        answer = await hear(channel, Opened)
-        assert isinstance(answer, Opened)
-        await hear(channel, Commit)
-        await channel.close()
-        if token and answer.resume != token:
-            return False
-        token = answer.resume
-    return True
-
-
-async def hear(channel: Channel, kind: type[Message]) -> Message:
-    async with asyncio.timeout(LIMIT):
-        while not isinstance(message := decode_from_cloud(await channel.receive()), kind):
-            pass
-    return message
-
-
 async def kill(url: str) -> Figures:
     """kill -9 of a replica in mid-answer: its edges go on at the other one, and Ray brings another."""
     crowd = Crowd(url)
@@ -189,23 +160,33 @@ async def kill(url: str) -> Figures:
     answers = crowd.tally.answers
     await until("answers after it", lambda: crowd.tally.answers > answers + SLOTS)
     await crowd.end()
-    return figures(crowd, killed=killed, links_cut=len(crowd.reasons))
+    return figures(crowd, killed=killed, links_cut=dict(Counter(crowd.reasons)))
 
 
-async def drain(url: str) -> Figures:
-    """Down to one replica: the edges of the other are told to go (`goaway`) and go on where there is room."""
+async def roll(url: str) -> Figures:
+    """Other replicas, and one instead of two, under load: the edges are told to go (`goaway`), and go where there is room."""
     crowd = Crowd(url)
     crowd.grow(SLOTS - 1)
     await until("answers on their way", lambda: crowd.running == SLOTS - 1)
+    before = set(pids())
     await asyncio.to_thread(deploy, 1, 1)
-    seconds = await until("one replica", lambda: replicas() == 1 and not replicas("STOPPING"))
+    await until("one replica", lambda: replicas() == 1 and not replicas("STOPPING") and not before & set(pids()))
     answers = crowd.tally.answers
     await until("answers after it", lambda: crowd.tally.answers > answers + SLOTS)
-    told = sum("going away" in reason for reason in crowd.reasons)
     await crowd.end()
-    if told < len(crowd.reasons):
-        raise PacelineError(f"{len(crowd.reasons)} links ended, {told} of them with a goaway: {crowd.reasons}")
-    return figures(crowd, told_to_go=told, seconds=round(seconds, 1))
+    cut = [reason for reason in crowd.reasons if not any(told in reason for told in TOLD)]
+    if cut or not crowd.reasons:
+        raise PacelineError(f"{len(crowd.reasons)} links ended, {len(cut)} of them without a goaway: {cut}")
+    return figures(crowd, told_to_go=len(crowd.reasons))
+
+
+async def real_model(url: str) -> Figures:
+    """SmolLM2 on two replicas and its draft on the edge; each answer loses its replica in the middle."""
+    from paceline.scripts.ray_model import ask_and_kill
+
+    await asyncio.to_thread(deploy, 2, 2, MODEL)
+    await until("two replicas of the model", lambda: replicas() == 2 and not replicas("STOPPING"))
+    return await ask_and_kill(str(MODEL["model"]), dial(Tagged(url, name="laptop")), pids)
 
 
 def figures(crowd: Crowd, **more: object) -> Figures:
@@ -214,7 +195,7 @@ def figures(crowd: Crowd, **more: object) -> Figures:
     return {"edges": len(crowd.agents), "answers": crowd.tally.answers, "tokens": crowd.tally.tokens, **more}
 
 
-PARTS = (scale_up, come_back, kill, drain)
+PARTS = (shipped, scale_up, come_back, kill, roll, real_model)
 
 
 def main(out: Annotated[Path | None, typer.Option("--json", help="Keep the figures here.")] = None) -> None:

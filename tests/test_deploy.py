@@ -1,5 +1,6 @@
 """What is shipped to run it with: containers, manifests, units, dashboard, locks. Checked against the code, without an engine."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -16,6 +17,7 @@ from paceline.cloud.metrics import exposition, registry
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.settings import PREFIX, Settings
 from paceline.scripts.lab.virtual import run_engine
+from paceline.scripts.ray_app import arguments
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "cloud" / "deploy"
@@ -28,8 +30,8 @@ SHIPPED = [
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 
-def documents() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+def documents(name: str = "kubernetes.yaml") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
@@ -88,7 +90,7 @@ def test_the_manifests_are_valid() -> None:
         pytest.skip("kubernetes-validate is not installed")
     import kubernetes_validate
 
-    for document in documents():
+    for document in [*documents(), *documents("ingress.yaml")]:
         kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
     broken = documents()[2]
     broken["spec"]["replicas"] = "many"
@@ -110,6 +112,14 @@ def test_a_pod_has_time_to_drain_and_is_selected_by_what_it_is_called() -> None:
     assert by_kind["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     [metric] = by_kind["HorizontalPodAutoscaler"]["spec"]["metrics"]
     assert metric["pods"]["metric"]["name"] in metrics()
+
+
+def test_what_ray_is_given_are_arguments_of_the_application() -> None:
+    [application] = yaml.safe_load((DEPLOY / "ray.yaml").read_text())["applications"]
+    module, name = application["import_path"].split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    settings, scale = arguments(application["args"])
+    assert (settings.slots, scale.min_replicas) == (32, 2)
 
 
 # ---- metrics, units, locks

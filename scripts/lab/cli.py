@@ -1,6 +1,7 @@
 """`paceline bench`: the lab's commands."""
 
 import typer
+from paceline.scripts.lab.command_fleet import fleet_command
 from paceline.scripts.lab.command_link import link
 from paceline.scripts.lab.command_predictor import predictor
 from paceline.scripts.lab.command_rtt import rtt
@@ -11,3 +12,4 @@ app.command("predictor")(predictor)
 app.command("rtt")(rtt)
 app.command("link")(link)
 app.command("trace")(trace)
+app.command("fleet")(fleet_command)

@@ -58,6 +58,10 @@ class Memo:
                 self._keep(digest, tokens, row)
         return [self._found[digest] for digest, _ in paths]
 
+    def held(self, digest: Digest) -> Candidates | None:
+        """Candidates after that path, if they were computed before."""
+        return self._found.get(digest)
+
     def save(self) -> None:
         """Raises PacelineError if the file cannot be written."""
         if not self._fresh:
