@@ -4,12 +4,14 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from paceline.scripts import options
-from paceline.scripts.lab.fleet import Made, Setting, fleet
 from paceline.scripts.lab.steps import StepTable, step_table
+
+if TYPE_CHECKING:
+    from paceline.scripts.lab.fleet import Made
 
 LINEAR = 0.9  # of the tokens a second that an edge has where there is room
 SLOWER = 1.1  # a step that takes this much longer than one over a row
@@ -19,8 +21,8 @@ SLOWER = 1.1  # a step that takes this much longer than one over a row
 class Pair:
     """The same fleet, decoding plainly and with drafts. `linear`: an edge's rate over that of the least loaded fleet's."""
 
-    plain: Made
-    made: Made
+    plain: "Made"
+    made: "Made"
     linear: float
 
 
@@ -83,6 +85,7 @@ def measure(
     """Tokens a second of the real agent alone, the runs, and a description. Raises PacelineError."""
     from paceline.scripts.lab.book import write_book
     from paceline.scripts.lab.experiment import answer
+    from paceline.scripts.lab.fleet import Setting, fleet
     from paceline.scripts.lab.prepare import prepared, setting_of
 
     workshop, cases, _, learned, about = prepared(question, threads, step)
@@ -115,7 +118,7 @@ def measure(
     return sum(len(case.text) for case in cases) / spent, paired(found), about
 
 
-def paired(found: Sequence[Sequence[Made]]) -> list[Pair]:
+def paired(found: "Sequence[Sequence[Made]]") -> list[Pair]:
     least = min((made for _, made in found), key=lambda m: m.edges / m.verifiers)
     full = least.tokens_a_second_an_edge
     return [Pair(plain, made, made.tokens_a_second_an_edge / full) for plain, made in found]
