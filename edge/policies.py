@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from paceline.edge.rounds import Rounds
 from paceline.protocol.errors import PacelineError
 
-THRIFT = 40  # percent, where power is low
+THRIFT = 20  # percent, where power is low
 
 
 @dataclass(frozen=True)
