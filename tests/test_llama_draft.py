@@ -293,6 +293,7 @@ def test_a_full_cache_is_said_and_everybody_goes_on_when_there_is_room(
     load: Callable[..., LlamaDraft], plain: PlainModel
 ) -> None:
     draft = load(320)
+    draft._room.grow([])  # so that there is no larger room
     hog, late = Grower(draft, PROMPT), Grower(draft, [2, 700, 701, 702])
     hog.run([hog.tree.root])
     with pytest.raises(EngineError, match="full"):
