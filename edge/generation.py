@@ -150,8 +150,10 @@ class Generation:
         if not self.switch.drafting or not self.frontier:
             return []
         tree, step = self.session.tree, self.row_seconds()
-        least = math.log(self.thrift) if self.thrift else LEAST
-        found = to_run(tree, self.horizon, self.frontier, now + step + self.one_way(), step, count, least)
+        frontier: Collection[int] = self.frontier
+        if self.thrift:
+            frontier = [n for n in frontier if tree.reach(n) >= math.log(self.thrift)]
+        found = to_run(tree, self.horizon, frontier, now + step + self.one_way(), step, count)
         if not found and now - self.ran_at > (THRIFTY_IDLE if self.thrift else IDLE):
             found = [(LEAST, max(self.frontier, key=lambda n: (tree.reach(n), -n)))]
         if found:

@@ -167,17 +167,17 @@ def usefulness(reach: float, late: int, catching_up: float) -> float:
 
 
 def to_run(
-    tree: Tree, horizon: Horizon, frontier: Iterable[int], at: float, step: float, count: int, floor: float = LEAST
+    tree: Tree, horizon: Horizon, frontier: Iterable[int], at: float, step: float, count: int
 ) -> list[tuple[float, int]]:
     """(log-usefulness, node) of the `count` nodes whose children are most useful, best first; the useless are left out.
 
-    The children reach the cloud at time `at`; a draft step takes `step` seconds. Useless is what is below `floor`.
+    The children reach the cloud at time `at`; a draft step takes `step` seconds.
     """
     gain = 1.0 - step / horizon.step if horizon.step > 0 else 1.0
     cache: dict[int, int] = {}
     best: list[tuple[float, int]] = []  # a heap, the worst first
     for reach, node in sorted(((tree.reach(n), n) for n in frontier), reverse=True):
-        least = best[0][0] if len(best) == count else floor
+        least = best[0][0] if len(best) == count else LEAST
         if reach <= least:
             break
         useful = usefulness(reach, late(horizon, tree, node, at, cache), gain)

@@ -9,7 +9,7 @@ from paceline.protocol.messages import COUPLED, REJECTION
 RULES = (COUPLED, REJECTION)
 FAVOUR = 70
 
-THRIFT = 40  # percent, where power is low
+THRIFT = 20  # percent, where power is low
 
 
 @dataclass(frozen=True)

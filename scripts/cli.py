@@ -39,7 +39,11 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Speculative decoding split between a device and a cloud.",
+    help=(
+        "Speculative decoding split between a device and a cloud.\n\n"
+        "To try all of it on this machine: paceline chat --local. Apart: paceline cloud where the target runs, then "
+        "paceline chat or paceline edge, with --url, on the device; paceline doctor says what to expect of it."
+    ),
 )
 models_app = typer.Typer(no_args_is_help=True, help="Fetch models, and see which there are.")
 app.add_typer(models_app, name="models")

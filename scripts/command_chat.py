@@ -44,10 +44,7 @@ def chat(
     optimistic: Annotated[
         bool, typer.Option("--optimistic", help="Show dimmed what is drafted ahead, and correct it.")
     ] = False,
-    offline: Annotated[
-        str | None,
-        typer.Option(help="draft: while the verifier is away the draft answers alone, marked on every line."),
-    ] = None,
+    offline: options.Offline = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the answer during which this command was killed.")
     ] = False,
@@ -71,23 +68,20 @@ def chat(
     policy = with_rule(with_power(policy, power), rule)
     chosen = policy_named(policy)
     params = options.sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    if offline not in (None, "draft"):
-        raise PacelineError(f"--offline {offline} is not known; there is --offline draft")
-    if offline and not chosen.drafts:
-        raise PacelineError(f"--offline draft needs a draft, and the policy {policy} has none; use --policy stream")
+    alone = options.alone(offline, chosen.drafts, policy)
     if prompt is None and not resume and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise PacelineError("the prompt is empty")
     door = (url or (), key, insecure, authority, certificate)
-    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, alone=offline is not None)
+    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, alone=alone)
     with verifier(choice) as place:
-        attempts = None if offline else ATTEMPTS
+        attempts = None if alone else ATTEMPTS
         settings = Settings(
             place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts, provider=provider
         )
         conversation = Conversation(params, max_tokens, system)
-        shown = Shown(stats, color, optimistic, offline is not None, resume)
+        shown = Shown(stats, color, optimistic, alone, resume)
         asyncio.run(_talk(settings, policy, conversation, prompt, shown))
 
 

@@ -40,7 +40,10 @@ def doctor(
     verify_ms: Annotated[float, typer.Option(min=0.1, help="Without --url: milliseconds of a step there.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines for people.")] = False,
 ) -> None:
-    """Measure this device, its draft and its link, say what speed to expect, and what to change. Takes under a minute."""
+    """Measure this device, its draft and its link, say what speed to expect, and what to change.
+
+    Without --url nothing leaves this machine; --rtt and --verify-ms then stand for a link and a verifier.
+    """
     from paceline.edge.websocket import Address
 
     address = Address(url, key, insecure, authority, certificate) if url else None

@@ -35,6 +35,7 @@ def edge(
     patience: Annotated[
         float, typer.Option(min=0, max=600, help="Seconds a request waits for a verifier that is away.")
     ] = 10.0,
+    offline: options.Offline = None,
     pair: options.Pair = "smollm2",
     target: options.Target = None,
     draft: options.Draft = None,
@@ -61,11 +62,12 @@ def edge(
 
     policy = with_power(policy, power)
     chosen = policy_named(policy)
+    alone = options.alone(offline, chosen.drafts, policy)
     keys = frozenset(client_key or ())
     if any(not k.strip() for k in keys):
         raise PacelineError("a client's key is empty; leave --client-key out to accept any")
     door = (url or (), key, insecure, authority, certificate)
-    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, remembered=True)
+    choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, True, alone)
     with verifier(choice) as place:
         settings = Settings(
             place.addresses,
@@ -77,7 +79,7 @@ def edge(
             attempts=None,
             provider=provider,
         )
-        asyncio.run(_serve(settings, policy, host, port, name, keys, origin or [], patience, stop_with_stdin))
+        asyncio.run(_serve(settings, policy, host, port, name, keys, origin or [], patience, alone, stop_with_stdin))
 
 
 async def _serve(
@@ -89,6 +91,7 @@ async def _serve(
     keys: frozenset[str],
     origins: list[str],
     patience: float,
+    alone: bool,
     stop_with_stdin: bool,
 ) -> None:
     import asyncio
@@ -115,7 +118,7 @@ async def _serve(
     text = Text(settings.vocabulary)
     async with running_agent(settings, text, policy_named(policy)) as agent:
         service = Service(
-            agent, text, name or model_id(text.vocabulary.name), installed() or "checkout", keys, patience=patience
+            agent, text, name or model_id(text.vocabulary.name), installed() or "checkout", keys, patience, alone
         )
         await serve_until_stopped(
             application(service, origins), host, port, lambda address: print(f"{READY}{address}", flush=True), stop

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from paceline.protocol.codec import convert
+from paceline.protocol.errors import PacelineError
 from paceline.protocol.sampling import Sampling
 
 Urls = Annotated[
@@ -34,6 +35,9 @@ Rule = Annotated[
         help="How sampled tokens are agreed on. coupled: both ends use one noise, and the seed alone decides the text;"
         " rejection: the draft's draws are accepted or refused (speculative sampling), the same distribution.",
     ),
+]
+Offline = Annotated[
+    str | None, typer.Option(help="draft: while the verifier is away the draft answers alone, and that is marked.")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of an answer, at most.")]
 Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token every time.")]
@@ -66,3 +70,12 @@ def sampling(
         "seed": secrets.randbits(32) if seed is None else seed,
     }
     return convert(values, Sampling, "sampling parameters")
+
+
+def alone(offline: str | None, drafts: bool, policy: str) -> bool:
+    """Whether the draft may answer alone. Raises PacelineError where there would be none, and for another word."""
+    if offline not in (None, "draft"):
+        raise PacelineError(f"--offline {offline} is not known; there is --offline draft")
+    if offline and not drafts:
+        raise PacelineError(f"--offline draft needs a draft, and the policy {policy} has none; use --policy stream")
+    return offline is not None

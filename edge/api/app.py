@@ -93,12 +93,13 @@ async def _model(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    """200 while answers can be had, 503 while the verifier is away."""
+    """200 while answers can be had, 503 while the verifier is away and the draft may not answer alone."""
     service: Service = request.app.state.service
     link = service.agent.link
-    up = link.state is State.UP
-    body = {"status": "ok" if up else "no verifier", "link": link.state.value, "model": service.model}
-    return JSONResponse(body if up else body | {"reason": link.last_error}, 200 if up else 503)
+    up, alone = link.state is State.UP, service.alone and link.state is not State.REFUSED
+    status = "ok" if up else "draft alone" if alone else "no verifier"
+    body = {"status": status, "link": link.state.value, "model": service.model}
+    return JSONResponse(body if up else body | {"reason": link.last_error}, 200 if up or alone else 503)
 
 
 async def _metrics(request: Request) -> Response:

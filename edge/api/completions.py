@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from paceline.edge.answer import Answer, Ask, Piece
-from paceline.edge.api.errors import ApiError, as_api_error
+from paceline.edge.answer import Answer, Ask, Piece, Writer
+from paceline.edge.api.errors import ApiError, as_api_error, refused
 from paceline.edge.api.requests import ChatRequest, Common, TextRequest, chat_ask, read, text_ask
 from paceline.edge.api.service import Service, unless_gone
 from paceline.edge.api.shapes import Shape
@@ -29,18 +29,19 @@ async def chat_completions(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = read(await body_of(request), ChatRequest)
     _demand_model(service, asked.model)
-    ask = chat_ask(asked, service.text, await service.welcome())
-    return await _answer(request, service, asked, ask, chat=True)
+    writer, bounds = await service.writer()
+    ask = chat_ask(asked, service.text, bounds)
+    return await _answer(request, service, asked, ask, writer, chat=True)
 
 
 async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     asked = read(await body_of(request), TextRequest)
     _demand_model(service, asked.model)
-    await service.welcome()
+    writer, _ = await service.writer()
     ask = text_ask(asked, service.text)
     echo = service.text.decode(ask.prompt) if asked.echo else ""
-    return await _answer(request, service, asked, ask, chat=False, echo=echo)
+    return await _answer(request, service, asked, ask, writer, chat=False, echo=echo)
 
 
 async def body_of(request: Request) -> bytes:
@@ -60,8 +61,11 @@ def _demand_model(service: Service, name: str) -> None:
 
 
 async def _answer(
-    request: Request, service: Service, asked: Common, ask: Ask, *, chat: bool, echo: str = ""
+    request: Request, service: Service, asked: Common, ask: Ask, writer: Writer, *, chat: bool, echo: str = ""
 ) -> Response:
+    signature = service.signature(writer)
+    if signature and ask.logprobs is not None:
+        raise refused("The draft answers alone for now, and gives no log-probabilities.", "logprobs")
     name = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
     shape = Shape(
         chat,
@@ -72,23 +76,26 @@ async def _answer(
         ask.logprobs is not None,
         asked.with_usage,
         bool(asked.paceline_marks),
+        signature,
     )
     answer = Answer(service.text, ask)
     if asked.stream:
-        return await _stream(request, service, answer, shape, echo)
+        return await _stream(request, service, answer, writer, shape, echo)
 
     async def whole() -> list[Piece]:
-        async with service.running(answer) as pieces:
+        async with service.running(answer, writer) as pieces:
             return [piece async for piece in pieces]
 
     return JSONResponse(shape.whole(answer, await unless_gone(request, whole), echo))
 
 
-async def _stream(request: Request, service: Service, answer: Answer, shape: Shape, echo: str) -> Response:
+async def _stream(
+    request: Request, service: Service, answer: Answer, writer: Writer, shape: Shape, echo: str
+) -> Response:
     """A stream whose status is only decided when the first piece, or the refusal, is there."""
     stack = AsyncExitStack()
     try:
-        pieces = await stack.enter_async_context(service.running(answer))
+        pieces = await stack.enter_async_context(service.running(answer, writer))
         first = await unless_gone(request, lambda: anext(pieces, None))
     except BaseException:
         await stack.aclose()

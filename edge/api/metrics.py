@@ -18,6 +18,7 @@ class Metrics:
         self.hits = Counter("paceline_hits", "Steps that began with drafted nodes at hand", registry=r)
         self.drafted = Counter("paceline_drafted_tokens", "Drafted nodes sent", registry=r)
         self.accepted = Counter("paceline_accepted_tokens", "Drafted nodes that became text", registry=r)
+        self.alone = Counter("paceline_alone_answers", "Answers of the draft alone", registry=r)
         self.cancelled = Counter("paceline_cancelled", "Answers that their client left", registry=r)
         self.first_token = Histogram(
             "paceline_first_token_seconds", "Time to the first token", buckets=SECONDS, registry=r

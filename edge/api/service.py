@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from paceline.edge.agent import Agent
-from paceline.edge.answer import Answer, Piece
+from paceline.edge.answer import Answer, Piece, Writer
 from paceline.edge.api.errors import ApiError
 from paceline.edge.api.metrics import Metrics
 from paceline.edge.link import State
+from paceline.edge.offline import DraftAlone
 from paceline.edge.text import Text
 from paceline.protocol.messages import Welcome
 from starlette.requests import Request
@@ -22,11 +23,17 @@ from starlette.types import Receive
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
+UNREACHABLE = "cloud_unreachable"
+ALONE = "draft-alone"  # the fingerprint of an answer that is not the target's
+ALONE_CONTEXT = 2048  # tokens of prompt and text that the draft takes on by itself
 
 
 @dataclass
 class Service:
-    """`patience`: seconds that a request waits for a link that is down before it is told so; `keys` empty: any bearer."""
+    """`patience`: seconds that a request waits for a link that is down before it is told so; `keys` empty: any bearer.
+
+    With `alone`, the draft then answers by itself, and the answer says so.
+    """
 
     agent: Agent
     text: Text
@@ -34,6 +41,7 @@ class Service:
     version: str
     keys: frozenset[str] = frozenset()
     patience: float = 10.0
+    alone: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -45,17 +53,34 @@ class Service:
                 raise ApiError(502, f"The verifier refuses this device: {link.last_error}", code="cloud_refused")
             if asyncio.get_running_loop().time() > deadline:
                 reason = f": {link.last_error}" if link.last_error else ""
-                raise ApiError(503, f"The verifier cannot be reached{reason}", code="cloud_unreachable", retry_after=5)
+                raise ApiError(503, f"The verifier cannot be reached{reason}", code=UNREACHABLE, retry_after=5)
             await asyncio.sleep(POLL_SECONDS)
         assert link.welcome is not None
         return link.welcome
 
+    async def writer(self) -> tuple[Writer, Welcome]:
+        """Who answers now, and within which bounds. Raises ApiError (502, 503) where there is nobody."""
+        try:
+            return self.agent, await self.welcome()
+        except ApiError as e:
+            draft = self.agent.draft
+            if not self.alone or draft is None or e.code != UNREACHABLE:
+                raise
+        known = draft.vocabulary
+        bounds = Welcome(1, draft.name[:256], known.size, known.fingerprint, ALONE_CONTEXT, 0, 1, 1, 0.0)
+        return DraftAlone(draft, self.agent.on_draft, self.agent.clock), bounds
+
+    def signature(self, writer: Writer) -> str | None:
+        """The `system_fingerprint` of what `writer` writes: none for the target's text."""
+        return ALONE if isinstance(writer, DraftAlone) else None
+
     @asynccontextmanager
-    async def running(self, answer: Answer) -> AsyncIterator[AsyncGenerator[Piece, None]]:
+    async def running(self, answer: Answer, writer: Writer) -> AsyncIterator[AsyncGenerator[Piece, None]]:
         """The pieces of an answer; however the block is left, the generation is over and counted then."""
         self.metrics.running.inc()
+        self.metrics.alone.inc(isinstance(writer, DraftAlone))
         try:
-            async with aclosing(answer.pieces(self.agent)) as pieces:
+            async with aclosing(answer.pieces(writer)) as pieces:
                 yield pieces
         finally:
             self.metrics.running.dec()

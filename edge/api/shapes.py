@@ -12,7 +12,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of one answer. `chat` or bare text; `created` in seconds since 1970; `marks` adds which tokens were drafted."""
+    """The shape of one answer. `chat` or bare text; `created` in seconds since 1970; `marks` adds which tokens were drafted.
+
+    `signature` is the system_fingerprint, of an answer that the draft gave alone.
+    """
 
     chat: bool
     id: str
@@ -22,6 +25,7 @@ class Shape:
     with_logprobs: bool = False
     with_usage: bool = False
     marks: bool = False
+    signature: str | None = None
 
     def whole(self, answer: Answer, pieces: Sequence[Piece], echo: str = "") -> Json:
         tokens = [t for p in pieces for t in p.tokens]
@@ -62,7 +66,7 @@ class Shape:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": None,
+            "system_fingerprint": self.signature,
             "choices": choices,
         }
 

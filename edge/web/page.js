@@ -99,8 +99,9 @@ async function receive(turn, item) {
   for await (const chunk of events("v1/chat/completions", options)) {
     const follow = atEnd();
     const text = chunk.choices[0]?.delta.content ?? "";
+    if (chunk.system_fingerprint === "draft-alone") turn.note = "The verifier is away: the draft wrote this alone.";
     if (!text) {
-      if (chunk.choices[0]?.finish_reason === "length") turn.note = "The answer was cut: it reached the most tokens.";
+      if (chunk.choices[0]?.finish_reason === "length") turn.note ||= "The answer was cut: it reached the most tokens.";
       continue;
     }
     const tokens = chunk.paceline?.tokens ?? [];
