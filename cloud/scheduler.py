@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
 DOUBTLESS = 8.0  # nodes for which an edge is believed at first
 MEMORY = 0.97  # what is left of a step's outcome after the next one
+OFFER, LEAST_OFFER = 4, 16  # nodes of a session that are looked at for a step: times its part of the width, at least
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -277,8 +278,10 @@ class Scheduler:
 
         An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
         Whether a node goes along depends on likelier ones alone, as drawn nodes need: the rate rises to one peak and falls.
+        Where many share, none offers more than a few times its part: looking through a large tree costs everybody time.
         """
-        offers = {seat: seat.session.plan(self.width) for seat in seats}
+        most = min(self.width, max(OFFER * self.width // max(len(seats), 1), LEAST_OFFER))
+        offers = {seat: seat.session.plan(most) for seat in seats}
         reach = []
         for seat, plan in offers.items():
             doubt, tree = seat.doubt, seat.session.tree

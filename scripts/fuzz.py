@@ -1,7 +1,8 @@
 """python -m paceline.scripts.fuzz TARGET: frames that nobody would send; with --corpus guided by coverage (atheris).
 
 Targets: `codec` (both directions), `session` (both ends of one generation), `connection` (a verifier's whole connection with the
-toy engine, steps included). An input is a sequence of frames, each behind its length in two bytes. A finding is any exception but
+toy engine, steps included), `server` (the same behind a real socket: bytes of no handshake, of no websocket, or of its messages).
+An input is a sequence of frames, each behind its length in two bytes. A finding is any exception but
 ProtocolError, a hang, or growth of what is kept; inputs that did it are left in the working directory by libFuzzer, or printed.
 """
 
@@ -19,21 +20,23 @@ from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 
-from paceline.cloud import connection, scheduler
+from paceline.cloud import connection, scheduler, server
 from paceline.cloud.connection import MAX_WAITING, Connection, House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler
+from paceline.cloud.server import start
 from paceline.protocol import cloud_session, codec, edge_session, intake, rejection, tree
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_cloud, decode_from_edge
 from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import ProtocolError
-from paceline.protocol.messages import REJECTION, Draft, Open
+from paceline.protocol.messages import REJECTION, SUBPROTOCOL, Draft, Open
 from paceline.protocol.proposal import Proposal
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.virtual import MemoryChannel, VirtualLoop, run_engine
 
 MAX_INPUT = 8192
+HANG_SECONDS = 60.0
 REPORT_EVERY = 50_000  # inputs
 Target = Callable[[Sequence[bytes]], None]
 LIMITS = Limits(vocabulary=12, context=512, nodes=64)
@@ -104,6 +107,62 @@ class ConnectionTarget:
         assert not len(self._house.scheduler), "a session outlived its connection"
         assert not self._engine._sequences, "a sequence outlived its session"
         assert len(self._house.waiting) <= MAX_WAITING, "too many wait"
+
+
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: here\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==\r\nSec-WebSocket-Protocol: " + SUBPROTOCOL.encode() + b"\r\n\r\n"
+)
+
+
+class ServerTarget:
+    """One running server that lives through all inputs, a fresh TCP connection for each."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.run_until_complete(self._begin())
+
+    async def _begin(self) -> None:
+        self._engine = ToyEngine(12, context=512)
+        steps = Scheduler(self._engine, run_engine, self._loop.time, floor=0.001)
+        self._house = House(steps, "toy", self._engine.vocabulary, 512, nodes=64, sessions=4, clock=self._loop.time)
+        self._stepping = self._loop.create_task(steps.run())
+        self._server = await start(self._house, "127.0.0.1", 0)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    def __call__(self, frames: Sequence[bytes]) -> None:
+        self._loop.run_until_complete(asyncio.wait_for(self._one(frames), HANG_SECONDS))
+
+    def close(self) -> None:
+        """End the server and its loop."""
+        self._stepping.cancel()
+        self._server.close()
+        with suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._stepping)
+        self._loop.run_until_complete(self._server.wait_closed())
+        self._loop.close()
+
+    async def _one(self, frames: Sequence[bytes]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        kind = sum(map(len, frames)) % 3  # before the handshake, instead of frames, or as messages
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            if kind:
+                writer.write(HANDSHAKE)
+                await reader.readuntil(b"\r\n\r\n")
+            for frame in frames:
+                writer.write(frame if kind < 2 else _as_message(frame))
+            await writer.drain()
+            await asyncio.sleep(0.002)
+        writer.transport.abort()
+        while self._house.connections or self._engine._sequences:  # noqa: ASYNC110 - the end may come late, never not at all
+            await asyncio.sleep(0.001)
+        assert not self._stepping.done(), "the scheduler ended"
+        assert not len(self._house.scheduler), "a session outlived its connection"
+
+
+def _as_message(frame: bytes) -> bytes:
+    """A binary message of a client, with a mask of zeros."""
+    return b"\x82" + bytes([0x80 | 126]) + struct.pack(">H", len(frame)) + bytes(4) + frame
 
 
 def split(data: bytes) -> list[bytes]:
@@ -200,7 +259,7 @@ class Count:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", choices=["codec", "session", "connection"])
+    parser.add_argument("target", choices=["codec", "session", "connection", "server"])
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--blind", action="store_true", help="without atheris")
     parser.add_argument("--seed", type=int, default=0)
@@ -211,6 +270,7 @@ def main() -> int:
         "codec": lambda: fuzz_codec,
         "session": lambda: fuzz_session,
         "connection": ConnectionTarget,
+        "server": ServerTarget,
     }
     count, corpus = Count(targets[given.target]()), seeds(given.vectors)
     for seed in corpus:
@@ -236,7 +296,7 @@ def blindly(count: Count, corpus: Sequence[bytes], inputs: int, seed: int) -> No
 
 def own_functions() -> Iterator[FunctionType]:
     """Those whose coverage guides."""
-    for module in (codec, cloud_session, intake, rejection, edge_session, tree, connection, scheduler):
+    for module in (codec, cloud_session, intake, rejection, edge_session, tree, connection, scheduler, server):
         for holder in (module, *(v for v in vars(module).values() if inspect.isclass(v))):
             for value in vars(holder).values():
                 if inspect.isfunction(value) and value.__module__ == module.__name__:
@@ -253,7 +313,7 @@ def guided(count: Count, corpus: Sequence[bytes], inputs: int, seed: int, folder
     for function in own_functions():
         atheris.instrument_func(function)
     arguments = [sys.argv[0], str(folder), f"-runs={inputs}", f"-seed={seed + 1}", f"-max_len={MAX_INPUT}"]
-    atheris.Setup([*arguments, "-timeout=10", "-rss_limit_mb=1024", "-print_final_stats=1"], count)
+    atheris.Setup([*arguments, f"-timeout={HANG_SECONDS:.0f}", "-rss_limit_mb=1024", "-print_final_stats=1"], count)
     atheris.Fuzz()
 
 

@@ -4,7 +4,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from paceline.scripts.fuzz import ConnectionTarget, Count, Target, blindly, fuzz_codec, fuzz_session, join, seeds, split
+from paceline.scripts.fuzz import (
+    ConnectionTarget,
+    Count,
+    ServerTarget,
+    Target,
+    blindly,
+    fuzz_codec,
+    fuzz_session,
+    join,
+    seeds,
+    split,
+)
 
 VECTORS = Path(__file__).parent / "vectors" / "frames.json"
 
@@ -14,6 +25,20 @@ def connection() -> Iterator[ConnectionTarget]:
     target = ConnectionTarget()
     yield target
     target.close()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_running_server_outlives_what_comes_to_its_port() -> None:
+    target = ServerTarget()
+    try:
+        count = Count(target)
+        corpus = seeds(VECTORS)
+        for seed in corpus:
+            count(seed)
+        blindly(count, corpus, len(corpus) + 150, seed=4)
+        assert target._house.scheduler.figures.tokens > 5  # some of it was a conversation
+    finally:
+        target.close()
 
 
 @pytest.mark.parametrize(

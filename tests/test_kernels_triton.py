@@ -284,6 +284,21 @@ def test_a_plan_padded_to_a_bucket_means_the_same(case: int) -> None:
     close(ours, naive_attention(c, 0, 0.3))
 
 
+def test_a_long_text_with_trees_of_every_size_meets_a_few_shapes() -> None:
+    """What is captured once is replayed: 600 steps of as many natural shapes fall into a dozen buckets."""
+    rng, natural, buckets = random.Random(1), set(), set()
+    for length in range(10, 1210, 2):
+        plan = random_plan(rng, rng.randrange(16), 50)
+        layout = lay_out([attention_share(length, 1, plan)], False).layout
+        natural.add(attention_triton.natural_sizes(layout, 4, False))
+        sizes = bucket(layout, 4, False)
+        assert sizes is not None
+        assert sizes.rows >= layout.rows
+        buckets.add(sizes)
+    assert len(natural) > 150
+    assert len(buckets) <= 16
+
+
 def test_steps_too_large_for_every_bucket_have_none() -> None:
     share = attention_share(0, 300, Plan())
     assert bucket(lay_out([share], False).layout, 1, False) is None

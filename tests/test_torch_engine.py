@@ -134,6 +134,28 @@ def test_speculation_over_a_pages_end_leaves_the_cache_as_a_fresh_prefill(make: 
         assert torch.equal(engine.cache.values[:, :, a], engine.cache.values[:, :, b])
 
 
+def test_two_rollbacks_in_a_row_leave_what_a_fresh_prefill_leaves(make: Make) -> None:
+    """Wrong trees in step after step, over a page's end, and back to a prefix twice: each time the same bits as from nothing."""
+    engine, text = make(exact=True), words(4, PAGE - 2)
+    handle, sequence = engine.open(()), list(text)
+    plain = generate(engine, text, GREEDY, 8)
+    for i in range(8):
+        wrong = [(t + 1) % 150 for t in plain[i : i + 4]]
+        plan = Plan(tuple(range(len(wrong))), tuple(wrong), tuple(range(-1, len(wrong) - 1)))
+        result = step(engine, handle, sequence[engine.length(handle) :], plan)
+        assert result.accepted == ()
+        sequence.append(result.token)
+    assert sequence[len(text) :] == plain
+    engine.close(handle)
+    for keep, tail in ((PAGE + 3, [7, 8, 9]), (PAGE - 5, [10, 11])):  # back, on, and back again
+        tokens = sequence[:keep] + tail
+        again, fresh = engine.open(tokens), make(exact=True)
+        ours = row_logits(engine, [(tokens, Plan())], [0])
+        assert torch.equal(ours, row_logits(fresh, [(tokens, Plan())], [0]))
+        assert step(engine, again, tokens[engine.length(again) :]) == step(fresh, fresh.open(()), tokens)
+        engine.close(again)
+
+
 def test_padding_rows_of_the_vocabulary_are_never_chosen(make: Make) -> None:
     engine = make()
     assert engine.vocabulary.size == 150

@@ -1,5 +1,7 @@
-"""python -m paceline.scripts.chaos [virtual|kills|bytes|disks|soak]: break everything that may break, and count the answers that
-suffered. Fails if one did. Without a name the first four run, one after the other."""
+"""python -m paceline.scripts.chaos [virtual|kills|bytes|disks|manners|soak]: break everything that may break.
+
+Counts the answers that suffered, and fails if one did. Without a name the first four run, one after the other.
+"""
 
 import argparse
 import asyncio
@@ -14,17 +16,24 @@ PARTS = ("virtual", "kills", "bytes", "disks")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", nargs="?", choices=[*PARTS, "soak"], help="one part alone")
+    parser.add_argument("part", nargs="?", choices=[*PARTS, "manners", "soak"], help="one part alone")
     parser.add_argument("--cuts", type=int, default=2000, help="links to cut in virtual time, at least")
     parser.add_argument("--kills", type=int, default=200, help="real verifier processes to kill")
     parser.add_argument("--broken", type=int, default=1000, help="times to break the bytes of a real connection")
     parser.add_argument("--edges", type=int, default=20, help="real edge processes to kill while their disks are full")
+    parser.add_argument("--gone", type=int, default=100, help="clients that vanish")
+    parser.add_argument("--opens", type=int, default=10_000, help="sessions to be refused")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="times to compare a quiet client alone and beside loud ones"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="of the soak")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     logging.disable(logging.WARNING)  # what is logged here was done on purpose
     if given.part == "soak":
         return _soak(given.seconds, given.seed)
+    if given.part == "manners":
+        return _manners(given.gone, given.opens, given.rounds)
     whole = [_part(part, given) for part in PARTS if given.part in (None, part)]
     return 0 if all(whole) else 1
 
@@ -56,6 +65,14 @@ def virtual(cuts: int, seed: int) -> bool:
         done, seed, whole = done + town.faults.done["cut"], seed + 1, whole and town.tally.whole
     print(f"{done} cuts", flush=True)
     return whole
+
+
+def _manners(clients: int, opens: int, rounds: int) -> int:
+    from paceline.scripts.chaos.manners import report
+
+    said, passed = asyncio.run(report(clients, opens, rounds))
+    print("\n".join(said), flush=True)
+    return 0 if passed else 1
 
 
 def _soak(seconds: float, seed: int) -> int:
