@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,7 @@ class Trainer:
             return hits(logits(self.student.shape, self.now, self.student.trim, batch), self.student.trim, batch)
 
         first, four, total = np.sum(list(self._pool.map(count, self.text.batches(chosen, self.pace.tokens))), axis=0)
-        return first / total, four / total
+        return float(first / total), float(four / total)  # plain numbers: a checkpoint holds nothing else
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -165,6 +166,6 @@ def load(path: Path, frozen: Callable[[str, Tensor, list[int]], Tensor]) -> tupl
         place = Place(**state["place"])
         kept = state["student"]
         student = Student.from_state(kept, {n: frozen(n, kept["to_target"], kept["layers"]) for n in kept["frozen"]})
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, EOFError, UnpicklingError) as error:
         raise WeightsError(f"{path} is not a usable checkpoint: {error}. Delete it to begin anew.") from error
     return student, place

@@ -54,6 +54,8 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tiny: Path, text: OwnText, tm
     first = Trainer(student(target, text), text, train, PACE)
     for _ in range(3):
         first.step(0.1)
+    first.place.log.append((1.0, first.place.seen, *first.agreement(train)))
+    through.place.log.append(first.place.log[0])
     distil.save(tmp_path / "training.pt", first.student, first.place)
     kept, place = distil.load(tmp_path / "training.pt", frozen)
     second = Trainer(kept, text, train, PACE, place)
