@@ -72,8 +72,8 @@ class TokenMap:
     @classmethod
     def of_file(cls, file: OnnxFile, target: Vocabulary) -> "TokenMap":
         """As `of`, for a draft in ONNX."""
-        maps = (None if m is None else np.array(m, np.intp) for m in (file.token_map, file.input_map))
-        return cls.checked(file.path, file.name, file.layout.rows, file.fingerprint, *maps, target)
+        output, rows = (None if m is None else np.array(m, np.intp) for m in (file.token_map, file.input_map))
+        return cls.checked(file.path, file.name, file.layout.rows, file.fingerprint, output, rows, target)
 
     def row(self, token: int) -> int:
         return token if self.input is None else int(self.input[token])
