@@ -42,8 +42,6 @@ class OnnxModel:
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 4  # its errors come as exceptions
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # the device has other things to do
-        # No CPU memory is kept for the largest batch that ever ran.
-        options.enable_cpu_mem_arena = False
         try:
             self.session = ort.InferenceSession(str(self.path), options, providers=wanted)
         except Exception as e:  # ONNX Runtime's exceptions have no common class of their own

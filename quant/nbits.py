@@ -37,7 +37,10 @@ class Blocks:
     @property
     def packed(self) -> Codes:
         """[R, C / 32, 4 * bits] bytes; of two 4-bit codes the first is in the low half."""
-        return self.codes if self.bits == 8 else self.codes[..., 0::2] | (self.codes[..., 1::2] << 4)
+        if self.bits == 8:
+            return self.codes
+        pairs: Codes = np.bitwise_or(self.codes[..., 0::2], np.left_shift(self.codes[..., 1::2], np.uint8(4)))
+        return pairs
 
     def values(self) -> Floats:
         """The weights [R, C]."""

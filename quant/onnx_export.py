@@ -56,13 +56,13 @@ class Rounding:
         bits = self.bits if bits is None else bits
         blocks, kind = nbits.blocks_of(file, name, bits), nbits.kind_of(file, name)
         self.kinds[f"{kind} in {blocks.bits}"] = self.kinds.get(f"{kind} in {blocks.bits}", 0) + 1
-        if not nbits.holds(kind, bits):
-            self.errors[name] = round(nbits.error(file.array(name), blocks), 8)
+        if not nbits.holds(kind, bits) and (wrong := nbits.error(file.array(name), blocks)):
+            self.errors[name] = wrong
         return blocks
 
     def report(self) -> dict[str, Any]:
         wrong = list(self.errors.values()) or [0.0]
-        error = {"mean": round(float(np.mean(wrong)), 8), "worst": max(wrong)}
+        error = {"mean": round(float(np.mean(wrong)), 8), "worst": round(max(wrong), 8)}
         return {"matrices": self.kinds, "rounded": len(self.errors), "relative_squared_error": error}
 
 

@@ -16,6 +16,7 @@ at version 1, the standard one at opset 20.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -27,6 +28,7 @@ from .nbits import BLOCK, Blocks
 
 OPSET, CONTRIB, IR = 20, 1, 9
 MICROSOFT = "com.microsoft"
+Extents = list[int | str | None]  # of a value; one that is not known beforehand has a name
 INT8_ACTIVATIONS = 4  # `accuracy_level`: the CPU rounds a block's inputs to 8 bits, as llama.cpp does
 FLOAT_ACTIVATIONS = 1
 
@@ -41,7 +43,7 @@ class Graph:
         self._shared: dict[bytes, str] = {}
 
     def put(
-        self, kind: str, *inputs: str, outputs: int | Sequence[str] = 1, domain: str = "", **attributes: object
+        self, kind: str, *inputs: str, outputs: int | Sequence[str] = 1, domain: str = "", **attributes: Any
     ) -> str:
         """Add a node; the name of its first output."""
         names = [f"v{len(self.nodes)}.{i}" for i in range(outputs)] if isinstance(outputs, int) else list(outputs)
@@ -80,7 +82,7 @@ class Graph:
         table = table.widened()
         codes = self.put("Gather", self.weight(f"{name}.codes", table.packed), ids)  # [1, S, D / 32, 32]
         centred = self.put(
-            "Sub", self.put("Cast", codes, to=TensorProto.FLOAT), self.weight("middle", np.float32([128]))
+            "Sub", self.put("Cast", codes, to=TensorProto.FLOAT), self.weight("middle", np.array([128], np.float32))
         )
         # The head keeps its scales in one row, so they are taken by number: row * blocks + block.
         blocks = table.scales.shape[1]
@@ -93,7 +95,7 @@ class Graph:
             x = self.put("Add", x, self.put("Unsqueeze", low, self.constant(3)))
         x = self.put("Reshape", x, self.constant(0, 0, self.shape.width))
         scale = self.shape.embedding_scale
-        return x if scale == 1.0 else self.put("Mul", x, self.weight("embedding_scale", np.float32([scale])))
+        return x if scale == 1.0 else self.put("Mul", x, self.weight("embedding_scale", np.array([scale], np.float32)))
 
     def norm(self, x: str, name: str, weight: NDArray[np.float32]) -> str:
         """Root-mean-square norm over the last axis."""
@@ -166,10 +168,10 @@ class Graph:
         """The finished model; rows: of the head."""
         s, rep = self.shape, self.shape.heads // self.shape.kv_heads
         f, n = TensorProto.FLOAT, TensorProto.INT64
-        cache = [s.kv_heads, "T", s.head_dim]
+        cache: Extents = [s.kv_heads, "T", s.head_dim]
         names = [f"{part}.{i}" for i in range(s.layers) for part in ("keys", "values")]
         mask = f"{rep}S" if rep > 1 else "S"
-        given = [
+        given: list[tuple[str, int, Extents]] = [
             ("ids", n, [1, "S"]),
             ("positions", n, [1, "S"]),
             ("places", n, [s.kv_heads, "S", 2]),
@@ -177,7 +179,10 @@ class Graph:
         ]
         given += [("near", f, [mask, "T"])] if s.window else []
         given += [("wanted", n, ["W"]), *((name, f, cache) for name in names)]
-        made = [("logits", f, ["W", rows]), *((f"new_{name}", f, cache) for name in names)]
+        made: list[tuple[str, int, Extents]] = [
+            ("logits", f, ["W", rows]),
+            *((f"new_{name}", f, cache) for name in names),
+        ]
         graph = helper.make_graph(
             self.nodes,
             "draft",

@@ -239,26 +239,3 @@ def test_what_onnx_runtime_itself_refuses_is_said(small: Path, vocabulary: Vocab
     onnx.save(model, tmp_path / "draft.onnx")
     with pytest.raises(EngineError, match="ONNX Runtime cannot load it"):
         open_draft(tmp_path / "draft.onnx", vocabulary)
-
-
-def test_the_labs_forest_is_the_model_alone_on_every_path(small: Path, vocabulary: Vocabulary) -> None:
-    from paceline.scripts.lab.onnx_forest import OnnxForest
-
-    rng, plain = random.Random(0), PlainOnnx(small / "draft.onnx")
-    forest = OnnxForest(small / "draft.onnx", vocabulary, threads=1)
-    text = [rng.randrange(3, 150) for _ in range(160)]
-    alone = plain.after(text)[:, :150]
-    planted = {i: row.copy() for i, row in forest.plant(text, 100)}
-    assert list(planted) == list(range(100, 160))
-    assert forest.stands(text)
-    for i, row in planted.items():
-        np.testing.assert_allclose(row, alone[i], atol=1e-3)
-    paths = [text[:120], text]  # one that never leaves the text
-    for _ in range(40):
-        path = rng.choice(paths)[: rng.randrange(100, 165)]
-        paths.append([*path, *(rng.randrange(3, 150) for _ in range(rng.randrange(1, 20)))])
-    for _ in range(2):
-        for path, row in zip(paths, forest.run(paths), strict=True):
-            np.testing.assert_allclose(row, plain.after(path)[-1][:150], atol=1e-3)
-    assert len(forest._held) < 512
-    forest.close()

@@ -10,13 +10,13 @@ generation, so that the next turn of a chat finds its prefix.
 import heapq
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Extended, Row
+from paceline.edge.drafts.cells import Generation, Line, place, renumber, seen
 from paceline.kernels.onnx_session import Cache, OnnxModel
 from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
@@ -30,49 +30,6 @@ TAIL = 8  # tokens of the text that may run together with the tree's rows
 SPARE = 256  # cells a generation needs beside its prompt
 GRAIN = 64  # the cache grows and shrinks in multiples of so many cells: a step's cost follows its size
 KEPT = 1024  # cells of ended generations, beside the last one's, that are kept for their prefixes
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a node that was run lies: after `base` cells of the trunk those of `path`, the last of them its own."""
-
-    base: int
-    path: tuple[int, ...]
-
-
-@dataclass
-class Generation:
-    """`text` is prompt and committed tokens; `trunk` are the cells of the first of them."""
-
-    text: list[int]
-    trunk: list[int] = field(default_factory=list)
-    placed: dict[int, Place] = field(default_factory=dict)
-    branches: set[int] = field(default_factory=set)  # cells beside the trunk
-    closed: bool = False
-
-
-@dataclass
-class Line:
-    """A row of a batch: a node below `parent`, or (None) the text at its position. Its cell is given when the batch runs."""
-
-    generation: Generation
-    token: int
-    position: int
-    wanted: bool
-    node: int | None = None
-    parent: int | None = None
-    cell: int = -1
-
-    @property
-    def runs_again(self) -> bool:
-        """A root whose cell holds already what it is about to write."""
-        return self.parent is None and self.position < len(self.generation.trunk)
-
-    @property
-    def above(self) -> Place:
-        """Where the parent lies; a root without a place is the end of the trunk."""
-        assert self.parent is not None
-        return self.generation.placed.get(self.parent) or Place(len(self.generation.trunk), ())
 
 
 class OnnxDraft:
@@ -115,11 +72,11 @@ class OnnxDraft:
         g.text.extend(tokens)
         run = [n for n in walked if n in g.placed]
         if run:
-            place = g.placed[run[-1]]
-            for cell in place.path[len(g.trunk) - place.base :]:
+            end = g.placed[run[-1]]
+            for cell in end.path[len(g.trunk) - end.base :]:
                 g.trunk.append(cell)
                 g.branches.discard(cell)
-        g.placed = {n: place for n, place in g.placed.items() if n in live}
+        g.placed = {n: at for n, at in g.placed.items() if n in live}
         self._free_branches(g)
 
     def extend(self, rows: Sequence[Row]) -> Extended:
@@ -184,7 +141,7 @@ class OnnxDraft:
                 [line.token for line in lines],
                 [line.position for line in lines],
                 [line.cell for line in lines],
-                _seen(lines),
+                seen(lines),
                 [line.wanted for line in lines],
             )
         except EngineError:
@@ -194,7 +151,7 @@ class OnnxDraft:
             self._forward += self._clock() - begin
         self._ran += len(lines)
         for line in lines:
-            _place(line)
+            place(line)
         return logits
 
     def _measure(self) -> list[tuple[int, float]]:
@@ -204,8 +161,8 @@ class OnnxDraft:
             times = []
             for _ in range(3):
                 begin = time.perf_counter()
-                seen = [np.arange(i + 1) for i in range(rows)]
-                self._cache.step([0] * rows, range(rows), range(rows), seen, [True] * rows)
+                chain = [np.arange(i + 1) for i in range(rows)]
+                self._cache.step([0] * rows, range(rows), range(rows), chain, [True] * rows)
                 times.append(time.perf_counter() - begin)
             table.append((rows, min(times)))
         return table
@@ -257,7 +214,7 @@ class OnnxDraft:
             heapq.heappush(self._free, cell)
 
     def _free_branches(self, g: Generation) -> None:
-        used = {cell for place in g.placed.values() for cell in place.path}
+        used = {cell for at in g.placed.values() for cell in at.path}
         self._give(g.branches - used)
         g.branches &= used
 
@@ -268,43 +225,5 @@ class OnnxDraft:
         self._cache.rearrange(used, cells)
         new = {int(old): i for i, old in enumerate(used)}
         for g in self._generations.values():
-            _renumber(g, new)
+            renumber(g, new)
         self._free = list(range(len(used), cells))
-
-
-def _seen(lines: Sequence[Line]) -> list[npt.NDArray[np.intp]]:
-    """The cells each row attends to, in the order of positions, its own last."""
-    trunks: dict[int, list[int]] = {}
-    for line in lines:
-        trunk = trunks.setdefault(id(line.generation), list(line.generation.trunk))
-        if line.parent is None and not line.runs_again:
-            trunk.append(line.cell)
-    arrays = {key: np.array(trunk, np.intp) for key, trunk in trunks.items()}
-    seen = []
-    for line in lines:
-        trunk_cells = arrays[id(line.generation)]
-        if line.parent is None:
-            seen.append(trunk_cells[: line.position + 1])
-        else:
-            seen.append(np.append(trunk_cells[: line.above.base], [*line.above.path, line.cell]))
-    return seen
-
-
-def _place(line: Line) -> None:
-    """Note where a row lies now that it has run."""
-    g = line.generation
-    if line.parent is not None:
-        assert line.node is not None
-        g.placed[line.node] = Place(line.above.base, (*line.above.path, line.cell))
-        g.branches.add(line.cell)
-        return
-    if not line.runs_again:
-        g.trunk.append(line.cell)
-    if line.node is not None:
-        g.placed[line.node] = Place(line.position + 1, ())
-
-
-def _renumber(g: Generation, new: dict[int, int]) -> None:
-    g.trunk = [new[c] for c in g.trunk]
-    g.branches = {new[c] for c in g.branches}
-    g.placed = {n: Place(place.base, tuple(new[c] for c in place.path)) for n, place in g.placed.items()}

@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.edge.agent import Agent
 from paceline.edge.draft import Draft, Extended
-from paceline.edge.drafts.files import open_draft
+from paceline.edge.drafts.llamacpp import LlamaDraft
 from paceline.edge.policies import policy as policy_named
 from paceline.edge.predictor import Predictor
 from paceline.edge.websocket import Address, SocketChannel
@@ -62,7 +62,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     pin(job["edge_core"])
     sampling = convert(job["sampling"], Sampling, "sampling parameters")
-    draft = open_draft(Path(job["draft"]), Vocabulary(**job["vocabulary"]), threads=1)
+    draft = LlamaDraft(job["draft"], Vocabulary(**job["vocabulary"]), threads=1)
     print(json.dumps({"step_cost": draft.step_cost}), flush=True)
     with asyncio.Runner(loop_factory=precise_loop) as runner:
         for case in job["cases"]:

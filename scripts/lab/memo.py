@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import msgspec
@@ -23,11 +22,8 @@ from paceline.protocol.philox import Floats, Ids
 from paceline.protocol.sampling import History, Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
+from paceline.scripts.lab.forest import Forest
 from paceline.scripts.lab.virtual import Meter
-
-if TYPE_CHECKING:
-    from paceline.scripts.lab.forest import Forest
-    from paceline.scripts.lab.onnx_forest import OnnxForest
 
 Digest = bytes  # of a path: of the prompt, the parameters and the tokens after the prompt
 PREFILL = 8  # rows of text beyond this run in batches of their own, before the tree's
@@ -45,7 +41,7 @@ def onward(digest: Digest, token: int) -> Digest:
 class Memo:
     """Candidates by path for one case, in a file; new ones are computed by `forest`, which is made when first needed."""
 
-    def __init__(self, file: Path, case: Case, forest: "Callable[[], Forest | OnnxForest]") -> None:
+    def __init__(self, file: Path, case: Case, forest: Callable[[], Forest]) -> None:
         self._file, self._case, self._forest = file, case, forest
         self._found: dict[Digest, Candidates] = {}
         self._shortlists: dict[Digest, tuple[Ids, Floats]] = {}  # not kept: drawn texts do not come again

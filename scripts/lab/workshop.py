@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paceline.cloud.engine import Engine
 from paceline.cloud.engines.llamacpp import LlamaEngine
@@ -15,12 +14,9 @@ from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case, Prompt, Recordings
 from paceline.scripts.lab.edges import EdgeCost, edge_named, fitted
 from paceline.scripts.lab.experiment import Bench, Setting, answer
+from paceline.scripts.lab.forest import Forest
 from paceline.scripts.lab.memo import Memo, begin, digest_of
 from paceline.scripts.models import Pair
-
-if TYPE_CHECKING:
-    from paceline.scripts.lab.forest import Forest
-    from paceline.scripts.lab.onnx_forest import OnnxForest
 
 CONTEXT = 4096
 WIDTH = 40  # nodes of a step of the real target
@@ -34,7 +30,7 @@ class Workshop:
     text: Text
     cache: Path
     threads: int | None = None
-    _forests: "list[Forest | OnnxForest]" = field(default_factory=list)
+    _forests: list[Forest] = field(default_factory=list)
     _native: list[EdgeCost] = field(default_factory=list)
     _live: list[LlamaEngine] = field(default_factory=list)
 
@@ -93,9 +89,9 @@ class Workshop:
         if name != "native":
             return edge_named(name)
         if not self._native:
-            from paceline.edge.drafts.files import open_draft
+            from paceline.edge.drafts.llamacpp import LlamaDraft
 
-            draft = open_draft(self.pair.draft, self.vocabulary, cells=512, threads=1)
+            draft = LlamaDraft(self.pair.draft, self.vocabulary, cells=512, threads=1)
             self._native.append(fitted(draft.step_cost))
             draft.shut()
         return self._native[0]
@@ -106,19 +102,10 @@ class Workshop:
         for engine in self._live:
             engine.shut()
 
-    def _forest(self) -> "Forest | OnnxForest":
+    def _forest(self) -> Forest:
         if not self._forests:
-            self._forests.append(self._planted())
+            self._forests.append(Forest(self.pair.draft, self.vocabulary, threads=self.threads))
         return self._forests[0]
-
-    def _planted(self) -> "Forest | OnnxForest":
-        if self.pair.draft.suffix == ".onnx":
-            from paceline.scripts.lab.onnx_forest import OnnxForest
-
-            return OnnxForest(self.pair.draft, self.vocabulary, threads=self.threads)
-        from paceline.scripts.lab.forest import Forest
-
-        return Forest(self.pair.draft, self.vocabulary, threads=self.threads)
 
     def _target(self) -> Engine:
         return LlamaEngine(self.pair.target, context=CONTEXT, slots=1, threads=self.threads)
