@@ -116,5 +116,7 @@ def test_uniform_numbers_are_a_stream_of_their_own() -> None:
     seed, position = (7 << 32) + 5, (3 << 32) + 11
     expected = [w for block in range(3) for w in reference((block, 1, 11, 3), (5, 7), 32)]
     assert uniforms(seed, position, 9).tolist() == [(w + 0.5) / 2**32 for w in expected[:9]]
-    assert not set(uniforms(seed, position, 8)) & {(w + 0.5) / 2**32 for w in words(seed, position, np.arange(8)).tolist()}
+    assert not set(uniforms(seed, position, 8)) & {
+        (w + 0.5) / 2**32 for w in words(seed, position, np.arange(8)).tolist()
+    }
     assert uniforms(seed, position, 0).tolist() == []
