@@ -8,7 +8,19 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
 from paceline.edge.drawing import FAN_OUT, Drawing
-from paceline.edge.planner import IDLE, LEAST, MARGIN, SENT, THRIFTY_IDLE, Horizon, Switch, patience, to_run, to_send
+from paceline.edge.planner import (
+    DRAWN,
+    IDLE,
+    LEAST,
+    MARGIN,
+    SENT,
+    THRIFTY_IDLE,
+    Horizon,
+    Switch,
+    patience,
+    to_run,
+    to_send,
+)
 from paceline.edge.predictor import Floats, Predictor
 from paceline.edge.repeats import Repeats
 from paceline.edge.rounds import DRAWN_PATIENCE, NEXT_CHANCE, PATIENCE, Rounds
@@ -191,6 +203,8 @@ class Generation:
         chances = self._chances(found)
         room = tree.position(node) + 2 < self.session.max_tokens  # the cloud chooses the last token by itself
         count = 1 + int(np.searchsorted(np.cumsum(chances), ENOUGH))
+        if found.drawn and self.rounds is None:  # of a family all are sent, so it holds none that is not worth it
+            count = min(count, 1 + int((tree.reach(node) + np.log(chances[1:]) > DRAWN).sum()))
         children: list[int] = []
         for token, chance in zip(found.tokens[: min(count, self.fan_out)], chances, strict=False) if room else ():
             child = tree.child(node, int(token))  # a repeat may have offered it before
@@ -249,7 +263,7 @@ class Generation:
             return []
         tree = self.session.tree
         ready: dict[int, None] = {}
-        for node in to_send(tree, self.horizon, sorted(self.unsent), arrival):
+        for node in to_send(tree, self.horizon, sorted(self.unsent), arrival, DRAWN if self.draws else SENT):
             chain = tree.path(node)  # a late ancestor is sent for the sake of what hangs on it
             ready.update(dict.fromkeys(n for n in chain if n in self.unsent))
         return self._send(self.session.whole(ready), arrival)

@@ -19,6 +19,7 @@ from paceline.protocol.tree import Tree
 DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
 LEAST = math.log(8e-3)  # nodes less useful than this are not run
 SENT = math.log(0.012)  # nodes less useful than this are not sent
+DRAWN = math.log(0.05)  # the same for draws: a family brings its q along, ten times the bytes of a node
 PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
 PATIENT = 2.0  # by how much waiting must be better than stepping
 LOW, HIGH = 0.03, 0.08  # tokens accepted a step below which drafting stops, above which it begins again

@@ -211,3 +211,17 @@ def test_an_edge_is_named_or_given() -> None:
     for wrong in ("toaster", "5", "0,1", "a,b", "-1,0"):
         with pytest.raises(PacelineError, match="not known"):
             edge_named(wrong)
+
+
+@pytest.mark.parametrize("name", ["stream", "ssd"])
+def test_draws_are_measured_with_the_real_target(workshop: Workshop, name: str) -> None:
+    [case] = workshop.cases(PROMPTS[1:], Sampling(temperature=0.8, seed=3), TOKENS)
+    drawn = setting(f"{name}:rule=rejection", 0.0)
+    taught = workshop.taught_by_draws([case], drawn)
+    run = answer(workshop.bench(case, taught), case, drawn)
+    assert (run.tokens, run.same) == (TOKENS, None)
+    assert run.accepted > TOKENS / 4
+    assert run.largest <= 1024
+    assert answer(workshop.bench(case, taught), case, drawn) == run, "the same draws, the same choices"
+    with pytest.raises(PacelineError, match="only a recording"):
+        answer(replace(workshop.bench(case, taught), target=None), case, drawn)

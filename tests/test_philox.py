@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paceline.protocol.philox import gumbel, philox, words
+from paceline.protocol.philox import gumbel, philox, uniforms, words
 
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "philox_gumbel.json").read_text())
 
@@ -110,3 +110,13 @@ def test_noise_is_gumbel() -> None:
     base = gumbel(11, 5, np.arange(n))
     for other in (gumbel(12, 5, np.arange(n)), gumbel(11, 6, np.arange(n)), gumbel(11, 5, np.arange(1, n + 1))):
         assert abs(np.corrcoef(base, other)[0, 1]) < 5 / np.sqrt(n)
+
+
+def test_uniform_numbers_are_a_stream_of_their_own() -> None:
+    seed, position = (7 << 32) + 5, (3 << 32) + 11
+    expected = [w for block in range(3) for w in reference((block, 1, 11, 3), (5, 7), 32)]
+    assert uniforms(seed, position, 9).tolist() == [(w + 0.5) / 2**32 for w in expected[:9]]
+    assert not set(uniforms(seed, position, 8)) & {
+        (w + 0.5) / 2**32 for w in words(seed, position, np.arange(8)).tolist()
+    }
+    assert uniforms(seed, position, 0).tolist() == []
