@@ -52,7 +52,7 @@ def load_backup(settings: Settings, engine: Engine, draft: Path | None) -> list[
     found = list[TopUp]()
     if settings.backup in ("draft", "both"):
         try:
-            from paceline.cloud.backup_draft import DraftBackup
+            from paceline.cloud.llama_backup import DraftBackup
         except ModuleNotFoundError as e:
             raise PacelineError(f"a backup draft needs {e.name}: pip install 'paceline[cloud-llamacpp]'") from None
         assert draft is not None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from paceline.cloud.backup import Repeats, TopUp
+from paceline.cloud.backup import Ngram, TopUp
 from paceline.protocol.cloud_session import CloudSession, Limits, Plan, Walk
 from paceline.protocol.codec import decode_from_edge, encode
 from paceline.protocol.edge_session import EdgeSession
@@ -117,7 +117,7 @@ def test_a_second_family_for_a_place_is_stale_and_the_same_one_again_is_not() ->
 
 def test_what_the_cloud_drafts_itself_gives_way_to_draws() -> None:
     session = CloudSession(Open(1, (1, 2, 3, 1, 2), WARM, 500, rule="rejection"), LIMITS, "token")
-    top_up = TopUp(Repeats(), 2)
+    top_up = TopUp(Ngram(), 2)
     stub = top_up.look(session, 8)
     drafted = top_up.draft(stub, 0.03, ())
     assert [t for t, _ in drafted] == [3, 1]

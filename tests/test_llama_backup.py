@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from paceline.cloud.backup import Ngram, TopUp
-from paceline.cloud.backup_draft import CHUNK, KEPT, DraftBackup
 from paceline.cloud.engines.llamacpp import LlamaEngine
+from paceline.cloud.llama_backup import CHUNK, KEPT, DraftBackup
 from paceline.edge.draft import Choice, Row
 from paceline.edge.drafts.llamacpp import LlamaDraft
 from paceline.edge.generation import Generation
