@@ -105,7 +105,7 @@ def import_without(package: str, blocked: list[str]) -> subprocess.CompletedProc
     """Import every module of `package`, except those that are bindings to something blocked, in a fresh process."""
     bound = {
         "torch": rf"kernels/|quant/|scripts/gpu_check|cloud/({TORCH})\.py|cloud/engines/torch",
-        "llama_cpp": r"llama|scripts/lab/(?!cli|command_)",
+        "llama_cpp": r"llama|scripts/lab/(?!cli|command_)|scripts/doctor/expected",
     }
     skip = re.compile("|".join(bound[name] for name in blocked if name in bound) or "$^")
     names = [module_name(path) for path in sources(package) if not skip.search(path.relative_to(ROOT).as_posix())]
