@@ -95,7 +95,7 @@ def _draft_file(pair: str, draft: str | None) -> Path | None:
 
 
 def _step_cost(file: Path, threads: int | None) -> list[tuple[int, float]]:
-    from paceline.edge.drafts.room import FIRST_CELLS, Room
+    from paceline.edge.drafts.llama_room import FIRST_CELLS, Room
     from paceline.kernels.llama import Model
     from paceline.kernels.threads import default_threads
 

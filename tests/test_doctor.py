@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from paceline.edge.drafts.room import PROBE_ROWS
+from paceline.edge.drafts.llama_room import PROBE_ROWS
 from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
 from paceline.protocol.codec import decode_from_cloud, encode

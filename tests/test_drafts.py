@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Choice, Row
-from paceline.edge.drafts import room
+from paceline.edge.drafts import llama_room
+from paceline.edge.drafts.llama_room import FIRST_SEQUENCES, Room
 from paceline.edge.drafts.llamacpp import LlamaDraft
-from paceline.edge.drafts.room import FIRST_SEQUENCES, Room
 from paceline.kernels.llama import MAX_SEQUENCES, Model
 from paceline.protocol.errors import EngineError
 from paceline.protocol.sampling import Sampling
@@ -299,7 +299,7 @@ def test_the_room_grows_when_its_sequence_ids_run_out(roomy: LlamaDraft, plain: 
 @pytest.fixture
 def small(load: Callable[..., AnyDraft], monkeypatch: pytest.MonkeyPatch) -> LlamaDraft:
     """A draft whose first room has 512 cells, of 1024."""
-    monkeypatch.setattr(room, "FIRST_CELLS", 512)
+    monkeypatch.setattr(llama_room, "FIRST_CELLS", 512)
     draft = load(1024)
     if not isinstance(draft, LlamaDraft):
         pytest.skip("only llama.cpp's room begins small")

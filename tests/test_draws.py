@@ -118,11 +118,11 @@ def test_a_second_family_for_a_place_is_stale_and_the_same_one_again_is_not() ->
 def test_what_the_cloud_drafts_itself_gives_way_to_draws() -> None:
     session = CloudSession(Open(1, (1, 2, 3, 1, 2), WARM, 500, rule="rejection"), LIMITS, "token")
     top_up = TopUp(Ngram(), 2)
-    stub = top_up.look(session, 8)
+    (stub,) = top_up.look(session, 8)
     drafted = top_up.draft(stub, 0.03, ())
     assert [t for t, _ in drafted] == [3, 1]
     session.receive(draft(0, (0, 0), (5, 6), PAIR))  # meanwhile
-    assert top_up.put(session, stub, drafted) == []
+    assert top_up.put(session, stub, drafted) is None
     assert session.plan(9).drawn_below(-1) == draws((5, 6), PAIR)
 
 

@@ -105,7 +105,7 @@ def import_without(package: str, blocked: list[str]) -> subprocess.CompletedProc
     """Import every module of `package`, except those that are bindings to something blocked, in a fresh process."""
     bound = {
         "torch": rf"kernels/|quant/|scripts/gpu_check|cloud/({TORCH})\.py|cloud/engines/torch",
-        "llama_cpp": r"llama|edge/drafts/room|cloud/backup_draft|scripts/lab/(?!cli|command_)",
+        "llama_cpp": r"llama|cloud/backup_draft|scripts/lab/(?!cli|command_)|scripts/doctor/expected",
         "onnxruntime": r"kernels/onnx_session|edge/drafts/onnx",
     }
     skip = re.compile("|".join(bound[name] for name in blocked if name in bound) or "$^")

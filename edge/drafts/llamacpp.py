@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Extended, Row
-from paceline.edge.drafts.room import Room
+from paceline.edge.drafts.llama_room import Room
 from paceline.kernels.llama import Model
 from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
