@@ -32,7 +32,7 @@ class Spans:
         """Sends over OTLP and HTTP, or hands spans to `processor`. Raises PacelineError if OpenTelemetry is not installed."""
         try:
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-            from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+            from opentelemetry.sdk.trace import TracerProvider
 
             if processor is None:
                 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
