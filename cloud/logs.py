@@ -37,4 +37,5 @@ def set_up(kind: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else TextLines("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.getLogger("websockets").setLevel(max(logging.WARNING, logging.getLogger().level))  # it logs headers
+    # It logs headers, and a whole traceback for everybody who comes and speaks no websocket: strangers would fill disks.
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from paceline.cloud.keys import KeyFileError, Keys
 from paceline.cloud.limits import Allowance
-from paceline.cloud.logs import JsonLines, TextLines
+from paceline.cloud.logs import JsonLines, TextLines, set_up
 from paceline.cloud.settings import effective, listing
 from paceline.protocol.errors import PacelineError
 
@@ -102,3 +102,17 @@ def test_logs_are_objects_with_figures() -> None:
     assert line["message"] == "session stop"
     assert (line["key"], line["tokens"], line["level"]) == ("laptop", 5, "info")
     assert TextLines("%(message)s").format(record) == "session stop key=laptop tokens=5"
+
+
+def test_strangers_fill_no_logs() -> None:
+    """websockets has a traceback to tell of everybody who comes to the port and speaks something else."""
+    levels = {name: logging.getLogger(name).level for name in ("", "websockets")}
+    handlers = logging.getLogger().handlers[:]
+    try:
+        set_up("json", "info")
+        assert not logging.getLogger("websockets.server").isEnabledFor(logging.ERROR)
+        assert logging.getLogger("paceline.audit").isEnabledFor(logging.INFO)
+    finally:
+        logging.basicConfig(handlers=handlers, force=True)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)

@@ -1,5 +1,6 @@
 """The torch engine as the scheduler sees it: chunks, trees, many sessions, shared prefixes, pressure, faults."""
 
+import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,12 @@ from paceline.cloud.torch_target import Options, bring_up
 from paceline.cloud.witness import free_width, measure_step_cost, row_logits
 from paceline.kernels.layout import PAGE, Layout
 from paceline.protocol.cloud_session import Plan, Walk
+from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import EngineError
+from paceline.protocol.messages import Commit, Hello, Open
 from paceline.protocol.sampling import History, Sampling
+from paceline.scripts.lab.virtual import run
+from rig import Verifier
 from small_models import write_folder
 from trees import generate, random_plan
 
@@ -160,6 +165,32 @@ def test_padding_rows_of_the_vocabulary_are_never_chosen(make: Make) -> None:
     engine = make()
     assert engine.vocabulary.size == 150
     assert row_logits(engine, [(words(1, 5), Plan())], [0]).shape == (1, 150)
+
+
+def test_pages_of_gone_edges_are_free_within_a_second(make: Make) -> None:
+    """100 edges vanish in the middle of an answer, in virtual time: no sequence and no page stays in use."""
+    engine = make(exact=True)
+
+    async def main() -> list[float]:
+        verifier, waits, clock = Verifier(engine), list[float](), asyncio.get_running_loop().time
+        own = engine.vocabulary
+        for i in range(100):
+            channel = await verifier.connect()
+            await channel.send(encode(Hello((1,), own.name, own.size, own.fingerprint)))
+            await channel.send(encode(Open(1, tuple(words(i, 70)), GREEDY, 200)))
+            while not isinstance(decode_from_cloud(await channel.receive()), Commit):
+                pass
+            assert engine.cache.pages.in_use >= 2
+            await channel.close()
+            begin = clock()
+            while engine.cache.pages.in_use or len(verifier.scheduler):
+                await asyncio.sleep(0.001)
+                assert clock() - begin < 1.0
+            waits.append(clock() - begin)
+        await verifier.stop()
+        return waits
+
+    assert len(run(main())) == 100
 
 
 # ---- shared prefixes
