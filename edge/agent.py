@@ -75,6 +75,7 @@ class Agent:
         self._run, self._clock, self._random = run, clock, random
         self._sids = itertools.count(1)
         self._generations: dict[int, Generation] = {}  # by the session number they are open under
+        self.newest: Generation | None = None  # the one opened last, ended or not
         self._waiting: list[Generation] = []  # to be opened once the link is up
         self._calls: list[Callable[[], None]] = []  # for the draft, before its next batch
         self.clock, self.timeline = clock, Timeline(clock)
@@ -246,7 +247,7 @@ class Agent:
             self.link.leave()
             return
         sid = next(self._sids)
-        self._generations[sid] = generation
+        self._generations[sid] = self.newest = generation
         if self.link.welcome is not None:
             generation.live_limit = self.link.welcome.nodes
             generation.horizon.step = generation.horizon.step or self.link.welcome.verify_floor

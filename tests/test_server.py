@@ -143,20 +143,12 @@ async def test_who_stops_reading_is_let_go_and_stalls_nobody() -> None:
         theirs = connection._channel._socket.transport.get_extra_info("socket")  # type: ignore[attr-defined]
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         slow.transport.pause_reading()
-        gone = False
-        for i in range(40_000):
-            try:
-                await asyncio.wait_for(slow.send(encode(Ping(time=1.0 * i))), 2)
-            except (ConnectionClosed, TimeoutError):
-                gone = True
-                break
-            if i % 2000 == 1999:
-                await asyncio.sleep(0.05)
-                if not house.connections:
-                    gone = True
-                    break
+        async with asyncio.timeout(120):  # frames a second are bounded, so filling every buffer takes its time
+            while house.connections:
+                with suppress(ConnectionClosed, TimeoutError):
+                    await asyncio.wait_for(slow.send(encode(Ping(time=0.0))), 0.5)
+                await asyncio.sleep(0)
         await answered(port)
-        assert gone
         slow.transport.abort()
         await freed(house, engine, 5.0)
 

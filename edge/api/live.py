@@ -31,12 +31,10 @@ async def live(request: Request) -> Response:
 
 async def _snapshots(service: Service) -> AsyncIterator[bytes]:
     agent, number = service.agent, 0
-    last: Generation | None = None
     while True:
         entries = agent.timeline.since(number)
         number = entries[-1].number + 1 if entries else number
-        last = next(reversed(agent.generations.values()), last)
-        shown = snapshot(agent, last, service.text)
+        shown = snapshot(agent, agent.newest, service.text)
         shown["entries"] = [[round(x, 5) if isinstance(x, float) else x for x in astuple(e)] for e in entries]
         yield b"data: " + json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
         await asyncio.sleep(SECONDS if entries or agent.generations else IDLE_SECONDS)

@@ -25,6 +25,7 @@ STORY = "Tell me a long story about a lighthouse keeper."
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    expect.set_options(timeout=30_000)  # a busy machine draws late
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser

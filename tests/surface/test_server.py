@@ -1,6 +1,7 @@
 """What stands around the routes: keys, origins, request ids, health, metrics, a verifier that is away."""
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import AsyncIterator
@@ -42,6 +43,15 @@ def test_health_version_and_metrics(system: Any) -> None:
     assert float(values["paceline_link_up"]) == 1
     assert float(values['paceline_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
     assert float(values["paceline_generations_running"]) == 0
+
+
+def test_the_live_view_shows_an_answer_that_was_over_before_it_looked(system: Any) -> None:
+    made = httpx.post(f"{system.url}/v1/chat/completions", json=BODY | {"max_tokens": 8}, timeout=60).json()
+    with httpx.stream("GET", f"{system.url}/live", timeout=60) as events:
+        first = next(line for line in events.iter_lines() if line.startswith("data: "))
+    shot = json.loads(first.removeprefix("data: "))
+    assert shot["running"] == 0
+    assert shot["speed"]["tokens"] == made["usage"]["completion_tokens"] == shot["tree"]["length"]
 
 
 def test_web_pages_from_elsewhere_are_kept_out(system: Any) -> None:
