@@ -7,7 +7,7 @@ from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import COUPLED, REJECTION
 
 RULES = (COUPLED, REJECTION)
-FAVOUR = 70
+FAVOUR = 85  # below it, what is gained in outcomes prepared is lost in tokens accepted
 
 THRIFT = 20  # percent, where power is low
 
