@@ -16,6 +16,8 @@ from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.metrics import exposition, registry
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.settings import PREFIX, Settings
+from paceline.protocol.errors import PacelineError
+from paceline.scripts.images import Build, Stage, instructions
 from paceline.scripts.lab.virtual import run_engine
 from paceline.scripts.ray_app import arguments
 
@@ -62,6 +64,45 @@ def test_a_dockerfile_is_built_in_stages_and_runs_as_nobody_special(side: str) -
         if step[0] == "COPY" and "--from" not in step[1]:
             for source in step[1].split()[:-1]:
                 assert list(ROOT.glob(source.replace("${ENGINE}", "*"))), source
+
+
+STEPS = [
+    "ARG ENGINE=none",
+    "ARG OTHER=1",
+    "ENV A=/opt/x PATH=/opt/x/bin:$PATH",
+    "WORKDIR /src",
+    "COPY scripts/locks/${ENGINE}.txt scripts/locks/",
+    "COPY pyproject.toml LICENSE ./",
+    "COPY protocol protocol",
+    'HEALTHCHECK --interval=1s \\\n    CMD ["python", "-c", "1"]',
+    "USER 10001",
+    'ENTRYPOINT ["paceline"]',
+]
+
+
+def test_steps_are_carried_out_as_an_engine_would(tmp_path: Path) -> None:
+    """All but RUN, which needs root: variables, folders, and files as a clean checkout has them."""
+    build, stage = Build(tmp_path / "work", {"ENGINE": "cloud"}), Stage(tmp_path / "root")
+    build._stages = [("build", stage)]
+    stage.root.mkdir()
+    for line in STEPS:
+        for name, rest in instructions(f"# a comment\n\n{line}\n"):
+            build._do(stage, name, rest)
+    assert stage.arguments == {"ENGINE": "cloud", "OTHER": "1"}
+    assert stage.environment["PATH"].startswith("/opt/x/bin:/usr")
+    assert (stage.health, stage.user, stage.entry) == (["python", "-c", "1"], "10001", ["paceline"])
+    src = stage.root / "src"
+    assert (src / "scripts/locks/cloud.txt").read_bytes() == (ROOT / "scripts/locks/cloud.txt").read_bytes()
+    assert {p.name for p in src.iterdir()} == {"scripts", "pyproject.toml", "LICENSE", "protocol"}
+    assert (src / "protocol/codec.py").is_file()
+    assert not list(src.rglob("__pycache__"))
+    final = Stage(tmp_path / "final")
+    build._stages.append(("", final))
+    build._do(final, "COPY", "--from=build /src/protocol /opt/protocol")
+    assert (final.root / "opt/protocol/codec.py").is_file()
+    for wrong in ("COPY nothing here", "ADD a b"):
+        with pytest.raises(PacelineError, match=wrong.split()[0]):
+            build._do(final, *wrong.split(maxsplit=1))
 
 
 def test_all_packages_are_copied_into_the_images() -> None:

@@ -10,7 +10,7 @@ import socket
 import struct
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from random import Random
 
 CHUNK = 1400  # bytes that are treated as one piece
@@ -32,6 +32,9 @@ class ByteRates:
     stall: float = 0.001  # nothing is read for a while: a slow reader
     silence: float = 0.0002  # nothing passes either way for a while
     half_open: float = 0.0001  # nothing passes any more, and nobody is told
+
+
+NO_FAULTS = ByteRates(**dict.fromkeys((f.name for f in fields(ByteRates)), 0.0))
 
 
 @dataclass

@@ -70,9 +70,11 @@ class Soak:
 
     @property
     def hits(self) -> Trend:
-        """Share of sessions' steps that began with a node held, between samples."""
-        pairs = [(a, b) for a, b in itertools.pairwise(self.samples) if b.steps > a.steps]
-        return trend([b.at for _, b in pairs], [(b.hits - a.hits) / (b.steps - a.steps) for a, b in pairs])
+        """Share of sessions' steps that began with a node held, between samples; where nobody stepped, the share in all."""
+        whole = self.hit_rate(0.0, 1.0)
+        pairs = list(itertools.pairwise(self.samples))
+        shares = [(b.hits - a.hits) / (b.steps - a.steps) if b.steps > a.steps else whole for a, b in pairs]
+        return trend([b.at for _, b in pairs], shares)
 
     def hit_rate(self, begin: float, end: float) -> float:
         """Over a part of the measured time, given in shares of it."""
