@@ -92,10 +92,13 @@ def _house(client: Any, settings: Settings) -> House:
 
 def _generator(client: Any) -> Any:
     from vllm import SamplingParams, TokensPrompt
+    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
     async def generate(session: CloudSession, name: str) -> AsyncGenerator[Output, None]:
-        params = SamplingParams(**arguments(session), output_kind=RequestOutputKind.DELTA, skip_clone=True)
+        params = SamplingParams(
+            **arguments(session, on_cpu=current_platform.is_cpu()), output_kind=RequestOutputKind.DELTA, skip_clone=True
+        )
         prompt = TokensPrompt(prompt_token_ids=session.sequence)
         async with aclosing(client.generate(prompt, params, name)) as outputs:  # closed at once, which gives it up
             async for output in outputs:

@@ -11,6 +11,7 @@ from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.messages import Open
 from paceline.protocol.sampling import Sampling
 
+ALMOST_ALL = 1 - 2.0**-23  # of the distribution: what it leaves out is less than a float's rounding
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures above 0 that vLLM takes as they are
 
 
@@ -38,13 +39,15 @@ def _missing(s: Sampling) -> str | None:
     return None
 
 
-def arguments(session: CloudSession) -> dict[str, Any]:
+def arguments(session: CloudSession, *, on_cpu: bool = False) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams for what is left of a session's text.
 
-    The seed is not among them: a text that goes on would draw the same numbers again.
+    The seed is not among them: a text that goes on would draw the same numbers again. `on_cpu`: vLLM 0.32 ends there on a step
+    without drafts where `top_k` stands alone (it takes the maximum of no rows); beside a `top_p` it does not.
     """
     s = session.sampling
-    drawn = {} if s.greedy else {"top_k": s.top_k, "top_p": s.top_p}
+    top_p = min(s.top_p, ALMOST_ALL) if on_cpu and s.top_k else s.top_p
+    drawn = {} if s.greedy else {"top_k": s.top_k, "top_p": top_p}
     return {
         "temperature": 0.0 if s.greedy else s.temperature,
         "repetition_penalty": s.repetition_penalty,
