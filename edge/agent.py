@@ -14,6 +14,7 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Protocol, Self
@@ -100,6 +101,10 @@ class Agent:
                 await task
         for generation in [*self._waiting, *self._generations.values()]:
             generation.events.put_nowait(LinkError("the agent was closed"))
+            self._calls.append(partial(self._close_draft, generation))
+        if self._draft is not None and self._calls:  # it may serve another agent, and has its room back
+            calls, self._calls = self._calls, []
+            await self._run(lambda: self._work(calls, []))
 
     @property
     def generations(self) -> dict[int, Generation]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DECAY = 0.98  # of what is known, with each step: about the last fifty count
-ADRIFT, ADRIFT_DECAY = (
-    3,
-    0.7,
-)  # after so many steps in a row that took over twice or under half of it, the last few count
+ADRIFT = (
+    3  # steps in a row that took over twice as long as expected, or under half, after which only the last few count
+)
+ADRIFT_DECAY = 0.7
 MIN_SECONDS = 1e-6
 
 

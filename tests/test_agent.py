@@ -305,6 +305,23 @@ def test_a_draft_that_finds_no_room_for_a_while_comes_back() -> None:
     assert accepted > 30
 
 
+@pytest.mark.parametrize("to_the_end", [True, False])
+def test_an_agent_that_ends_gives_its_drafts_room_back(to_the_end: bool) -> None:
+    async def main() -> int:
+        draft = ToyDraft(ToyEngine())
+        async with agent_of(Verifier(), draft) as agent:
+            generation = agent.generate(PROMPT, SEEDED, 30)
+            async for _ in generation:
+                if not to_the_end:
+                    break
+            held = len(draft.open_handles)
+        await generation.aclose()
+        assert to_the_end or held
+        return len(draft.open_handles)
+
+    assert run(main()) == 0
+
+
 class Broken(ToyEngine):
     """Fails once in the middle of an answer."""
 

@@ -29,7 +29,7 @@ def check(words: list[str]) -> None:
         if inner:
             assert word in inner, f"{word!r} in {' '.join(words)}"
             command = inner[word]
-        elif word.startswith("-"):
+        elif word.startswith("-") and " " not in word:  # with one it is a value: options of another program
             known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
             assert word.split("=")[0] in known, f"{word} in {' '.join(words)}"
         elif i == 0:
