@@ -31,10 +31,12 @@ async def live(request: Request) -> Response:
 
 async def _snapshots(service: Service) -> AsyncIterator[bytes]:
     agent, number = service.agent, 0
+    before = None if agent.generations else agent.newest  # was over before anybody looked
     while True:
         entries = agent.timeline.since(number)
         number = entries[-1].number + 1 if entries else number
-        shown = snapshot(agent, agent.newest, service.text)
+        last = agent.newest if agent.newest is not before else None
+        shown = snapshot(agent, last, service.text)
         shown["entries"] = [[round(x, 5) if isinstance(x, float) else x for x in astuple(e)] for e in entries]
         yield b"data: " + json.dumps(shown, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
         await asyncio.sleep(SECONDS if entries or agent.generations else IDLE_SECONDS)

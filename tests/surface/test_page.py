@@ -121,7 +121,7 @@ def test_stopping_keeps_what_there_is_and_frees_the_verifier(page: Page, system:
     until(page, "document.querySelector('.assistant').textContent.length > 20")
     page.click("#stop")
     done(page)
-    assert system.waits_for(lambda: len(system.scheduler) == 0, 1.0)
+    assert system.waits_for(lambda: len(system.scheduler) == 0)
     expect(page.locator(".assistant .note")).to_have_text("stopped")
     assert len(answer(page)) > 20
 
