@@ -81,7 +81,7 @@ async def test_a_replica_that_leaves_tells_its_edges_and_takes_no_more(monkeypat
     replica, visitor = Replica(Settings(engine="toy", drain_timeout=7.0), toy), Visitor()
     app = replica.__serve_build_asgi_app__()
     house = app.front.house
-    house.open_connections.add(visitor)
+    house.open_connections[visitor] = None
     caller = Caller({"type": "lifespan.startup"})
     living = asyncio.create_task(app({"type": "lifespan"}, caller.receive, caller.send))
     await until(lambda: bool(caller.sent))
