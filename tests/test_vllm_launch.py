@@ -64,12 +64,11 @@ def test_greedy_is_greedy_for_vllm_too() -> None:
     assert "top_k" not in params.arguments(session)
 
 
-def test_on_a_cpu_top_k_never_stands_alone() -> None:
-    session = CloudSession(opened(Sampling(temperature=0.7, top_k=40)), Limits(12, 100), "")
-    assert params.arguments(session)["top_p"] == 1.0
-    assert 1 - 1e-6 < params.arguments(session, on_cpu=True)["top_p"] < 1.0
-    session = CloudSession(opened(Sampling(temperature=0.7, top_k=40, top_p=0.9)), Limits(12, 100), "")
-    assert params.arguments(session, on_cpu=True)["top_p"] == 0.9
+def test_on_a_cpu_top_k_is_refused() -> None:
+    params.demand(opened(Sampling(temperature=0.7, top_p=0.9)), on_cpu=True)
+    params.demand(opened(Sampling(top_k=40)), on_cpu=True)  # of no effect without a temperature
+    with pytest.raises(ProtocolError, match="top_k"):
+        params.demand(opened(Sampling(temperature=0.7, top_k=40)), on_cpu=True)
 
 
 def test_the_command_carries_the_settings(tmp_path: Path) -> None:

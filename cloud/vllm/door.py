@@ -13,6 +13,7 @@ import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def _house(client: Any, settings: Settings) -> House:
     requests = Requests(
         _generator(client), mailbox, time.perf_counter, int(config.speculative_config.num_speculative_tokens)
     )
+    from vllm.platforms import current_platform
+
     return House(
         requests,
         Path(str(config.model_config.model)).name,
@@ -86,19 +89,16 @@ def _house(client: Any, settings: Settings) -> House:
         clock=time.perf_counter,
         bounds=settings.bounds,
         traits=(UNSEEDED,),
-        demand=demand,
+        demand=partial(demand, on_cpu=current_platform.is_cpu()),
     )
 
 
 def _generator(client: Any) -> Any:
     from vllm import SamplingParams, TokensPrompt
-    from vllm.platforms import current_platform
     from vllm.sampling_params import RequestOutputKind
 
     async def generate(session: CloudSession, name: str) -> AsyncGenerator[Output, None]:
-        params = SamplingParams(
-            **arguments(session, on_cpu=current_platform.is_cpu()), output_kind=RequestOutputKind.DELTA, skip_clone=True
-        )
+        params = SamplingParams(**arguments(session), output_kind=RequestOutputKind.DELTA, skip_clone=True)
         prompt = TokensPrompt(prompt_token_ids=session.sequence)
         async with aclosing(client.generate(prompt, params, name)) as outputs:  # closed at once, which gives it up
             async for output in outputs:

@@ -11,19 +11,21 @@ from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.messages import Open
 from paceline.protocol.sampling import Sampling
 
-ALMOST_ALL = 1 - 2.0**-23  # of the distribution: what it leaves out is less than a float's rounding
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures above 0 that vLLM takes as they are
 
 
-def demand(opened: Open) -> None:
-    """Raises ProtocolError (`unsupported`) for a request that vLLM would not honour to the letter."""
-    if (what := _missing(opened.sampling)) is not None:
+def demand(opened: Open, *, on_cpu: bool = False) -> None:
+    """Raises ProtocolError (`unsupported`) for a request that vLLM would not honour to the letter.
+
+    `on_cpu`: vLLM 0.32's verification ends its engine there where `top_k` is asked for.
+    """
+    if (what := _missing(opened.sampling, on_cpu)) is not None:
         raise ProtocolError(
             Code.UNSUPPORTED, f"this verifier runs vLLM, which {what} while drafts are verified", opened.sid
         )
 
 
-def _missing(s: Sampling) -> str | None:
+def _missing(s: Sampling, on_cpu: bool) -> str | None:
     if s.logit_bias:
         return "has no logit_bias"
     if s.presence_penalty or s.frequency_penalty:
@@ -32,6 +34,8 @@ def _missing(s: Sampling) -> str | None:
         return None
     if s.min_p:
         return "has no min_p"
+    if s.top_k and on_cpu:
+        return "has no top_k on a CPU"
     if s.temperature_last and s.top_p < 1:
         return "filters after the temperature only"
     if not COLDEST <= s.temperature <= HOTTEST:
@@ -39,15 +43,13 @@ def _missing(s: Sampling) -> str | None:
     return None
 
 
-def arguments(session: CloudSession, *, on_cpu: bool = False) -> dict[str, Any]:
+def arguments(session: CloudSession) -> dict[str, Any]:
     """Keyword arguments of vLLM's SamplingParams for what is left of a session's text.
 
-    The seed is not among them: a text that goes on would draw the same numbers again. `on_cpu`: vLLM 0.32 ends there on a step
-    without drafts where `top_k` stands alone (it takes the maximum of no rows); beside a `top_p` it does not.
+    The seed is not among them: a text that goes on would draw the same numbers again.
     """
     s = session.sampling
-    top_p = min(s.top_p, ALMOST_ALL) if on_cpu and s.top_k else s.top_p
-    drawn = {} if s.greedy else {"top_k": s.top_k, "top_p": top_p}
+    drawn = {} if s.greedy else {"top_k": s.top_k, "top_p": s.top_p}
     return {
         "temperature": 0.0 if s.greedy else s.temperature,
         "repetition_penalty": s.repetition_penalty,
