@@ -56,9 +56,7 @@ def smollm2_rounded_path(smollm2_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_onnx_path(
-    smollm2_path: Path, smollm2_draft_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def smollm2_onnx_path(smollm2_path: Path, smollm2_draft_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The default draft of SmolLM2 for ONNX Runtime, exported from its GGUF."""
     pytest.importorskip("onnx")
     from paceline.quant.onnx_export import export
