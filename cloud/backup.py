@@ -22,7 +22,7 @@ REPEAT = 0.6  # chance that a repeat goes on, before any was seen
 
 
 class Backup(Protocol):
-    """A drafter beside the target. Calls come from the engine's thread."""
+    """A drafter beside the target. Calls come from the engine's thread, or from the event loop where `seconds` is 0."""
 
     @property
     def seconds(self) -> float:
@@ -115,19 +115,21 @@ class TopUp:
         while below := tree.children(tip):
             tip = max(below, key=lambda c: (tree.weight(c), -c))
         tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
-        return [self._stub(session, width, tip) for tip in tips]
+        gain = 1.0 + sum(math.exp(tree.reach(n)) for n in tree.best(width))
+        text = session.sequence
+        return [self._stub(session, text, gain, tip) for tip in tips]
 
-    def _stub(self, session: CloudSession, width: int, tip: int) -> Stub:
+    def _stub(self, session: CloudSession, text: Sequence[int], gain: float, tip: int) -> Stub:
         tree = session.tree
         path = [tree.token(n) for n in tree.path(tip)]
         history = session.history.after(path) if session.history is not None else None
         return Stub(
-            (*session.sequence, *path),
+            (*text, *path),
             session.sampling,
             history,
             tip,
             math.exp(tree.reach(tip)),
-            1.0 + sum(math.exp(tree.reach(n)) for n in tree.best(width)),
+            gain,
             session.max_tokens - len(session.committed) - 1 - len(path),
         )
 
@@ -137,11 +139,11 @@ class TopUp:
         `sessions` are in the step: what is drafted for one keeps all of them waiting.
         """
         out: list[tuple[int, float]] = []
+        text = array("i", stub.tokens)
         reach, gain, spent = stub.reach, stub.gain, 0.0
         while len(out) < stub.room and self._pays(len(out), reach, sessions * gain, spent + verify):
-            tokens = [token for token, _ in out]
-            history = stub.history.after(tokens) if stub.history is not None else None
-            found = self.backup.follow([*stub.tokens, *tokens], stub.sampling, history)
+            history = stub.history.after([token for token, _ in out]) if stub.history is not None else None
+            found = self.backup.follow(text, stub.sampling, history)
             spent += self.backup.seconds
             if found is None or found[0] in stop_ids:
                 break
@@ -149,6 +151,7 @@ class TopUp:
             reach *= chance
             gain += reach
             out.append((found[0], math.log(chance)))
+            text.append(found[0])
         return out
 
     def put(self, session: CloudSession, stub: Stub, drafted: Sequence[tuple[int, float]]) -> Grown | None:

@@ -4,10 +4,8 @@ With a file of keys the other application, too, is only for those who have one.
 """
 
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 
 from paceline.cloud.asgi import Message, Receive, Send, Verifier, authorization
-from paceline.cloud.front import Front
 
 PATHS = frozenset({"/healthz", "/readyz", "/v1/model", "/v1/vocabulary"})  # beside the websocket at /
 
@@ -26,12 +24,7 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         ours = scope["path"] == "/" if scope["type"] == "websocket" else scope["path"] in PATHS
-        if ours or _locked(verifier.front, scope):
+        if ours or verifier.front.locked(authorization(scope)):
             await verifier(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-def _locked(front: Front, scope: Message) -> bool:
-    page = front.answer(scope["path"], authorization(scope), websocket=scope["type"] == "websocket")
-    return page is not None and page.status is HTTPStatus.UNAUTHORIZED

@@ -52,9 +52,13 @@ class Front:
                 return _text(HTTPStatus.SERVICE_UNAVAILABLE, b"draining\n")
             case "/readyz":
                 return _text(HTTPStatus.OK, b"ok\n")
-        if self._keys is not None and self._keys.name_of(authorization) is None:
+        if self.locked(authorization):
             return _text(HTTPStatus.UNAUTHORIZED, b"a key is needed: Authorization: Bearer KEY\n")
         return self._no_room(authorization) if websocket else self._page(path)
+
+    def locked(self, authorization: str | None) -> bool:
+        """Whether a key is needed and this is none."""
+        return self._keys is not None and self._keys.name_of(authorization) is None
 
     def owner(self, authorization: str | None) -> Owner:
         """Whose connection this is, with what its key may do by now."""

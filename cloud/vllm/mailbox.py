@@ -16,7 +16,6 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,9 +187,3 @@ class Mailbox:
         sizes, weights = _HEAD + 4 * NODES, _HEAD + 5 * NODES
         tokens = np.frombuffer(whole, "<i4", count, _HEAD).tolist()
         return Branches(tokens, whole[sizes : sizes + count], whole[weights : weights + count])
-
-    def close(self) -> None:
-        """The mapping goes with its last view."""
-        del self._slots, self._steps
-        with suppress(BufferError):
-            self._memory.close()
