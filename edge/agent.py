@@ -159,13 +159,12 @@ class Agent:
             one_way=lambda: self.link.round_trip.seconds / 2,
             row_seconds=lambda: self.cost(1),
             rounds=self.policy.new_rounds(),
-            repeats=Repeats(prompt) if self.policy.drafts and self.policy.repeats else None,
             fan_out=self.policy.candidates,
             thrift=self.policy.thrift / 100,
             random=np.random.default_rng(self._random.getrandbits(128)),
         )
-        if generation.draws:
-            generation.repeats = None  # a repeat would stand where draws belong
+        if self._draft is not None and self.policy.repeats and generation.rounds is None and not generation.draws:
+            generation.repeats = Repeats((*prompt, *held))  # beside draws a repeat would stand where they belong
         report(generation)
         self._enter(generation)
         try:

@@ -21,13 +21,14 @@ from paceline.edge.planner import (
     to_run,
     to_send,
 )
-from paceline.edge.predictor import Floats, Predictor
+from paceline.edge.predictor import Predictor
 from paceline.edge.repeats import Repeats
 from paceline.edge.rounds import DRAWN_PATIENCE, NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import REJECTION, Message
+from paceline.protocol.philox import Floats
 from paceline.protocol.tree import State
 
 ENOUGH = 0.98  # candidates of a row become nodes until they hold the target's choice with this probability
@@ -218,7 +219,7 @@ class Generation:
                 self.frontier.add(child)
         if found.drawn and children:
             self.session.drew(children[: found.drawn], found.support, found.counts)
-        if self.repeats is not None and self.rounds is None:
+        if self.repeats is not None:
             self._repeat(node, self.repeats)
 
     def _chances(self, found: Candidates) -> Floats:

@@ -24,8 +24,8 @@ PATIENT_NODES = 12  # nodes that the cloud is made to wait for, at most
 PATIENT = 2.0  # by how much waiting must be better than stepping
 LOW, HIGH = 0.03, 0.08  # tokens accepted a step below which drafting stops, above which it begins again
 MEMORY, PAUSE, PROBE = 64, 160, 32  # steps
-THRIFTY_IDLE = 10.0  # the same seconds where energy is short
 IDLE = 1.0  # seconds after which a row is run though none is useful: what a row costs may have changed
+THRIFTY_IDLE = 10.0  # the same seconds where energy is short
 MARGIN = 0.002  # seconds before a step of the cloud by which nodes should be there
 
 
@@ -134,7 +134,7 @@ class Switch:
         """A step of the cloud has ended."""
         self.steps += 1
         if self.drafting:
-            self.gain += (accepted - self.gain) / min(self.steps % PAUSE + 1 if not self.on else MEMORY, MEMORY)
+            self.gain += (accepted - self.gain) / (MEMORY if self.on else self.steps % PAUSE + 1)
         if self.on and self.steps >= MEMORY and self.gain < self.low:
             self.on, self.steps, self.gain = False, PROBE, 0.0  # a pause comes first
         elif not self.on and self.drafting and self.steps % PAUSE == PROBE - 1:

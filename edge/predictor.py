@@ -12,24 +12,19 @@ import json
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from paceline.edge.draft import Candidates
+from paceline.protocol.philox import Floats
 
 RANKS = 8
 DECAY = 0.9995  # about the last 2,000 outcomes are remembered
 ENOUGH = 200.0  # outcomes, before they are told as a figure
-DAMPING, DAMPED, LEAST_DAMPING = (
-    8.0,
-    0.98,
-    0.05,
-)  # keeps the first steps short: its value, what is left of it, its least
+DAMPING = 8.0  # keeps the first steps short
+DAMPED, LEAST_DAMPING = 0.98, 0.05  # what an outcome leaves of it, and its least
 LEAST_CONFIDENCE, LEAST_REST = 1e-4, 1e-3
 FLOOR, CEILING = 1e-4, 0.999
 FEATURES = 6  # log-confidence; rank 1, rank 2, a later rank, none of them; the first's lead over the second
 STEEPEST = 20.0  # weight
 LEARNED = ("weights", "curvature", "damping", "offered", "taken")  # what a file of it holds
-
-Floats = npt.NDArray[np.float64]
 
 
 class Predictor:
@@ -77,9 +72,9 @@ class Predictor:
         self._offered[kind, : len(x) - 1] += 1
         self._taken[kind, hit] += 1
 
-    def shares(self, *, seeded: bool = False) -> tuple[float, ...] | None:
-        """How often candidates of each rank were taken; None while too little was seen to say."""
-        offered, taken = self._offered[int(seeded)], self._taken[int(seeded)]
+    def shares(self) -> tuple[float, ...] | None:
+        """How often a greedy target took candidates of each rank; None while too little was seen to say."""
+        offered, taken = self._offered[0], self._taken[0]
         if offered[0] < ENOUGH:
             return None
         return tuple(float(t / o) for t, o in zip(taken, offered, strict=True) if o >= ENOUGH)

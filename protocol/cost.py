@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DECAY = 0.98  # of what is known, with each step: about the last fifty count
-ADRIFT = (
-    3  # steps in a row that took over twice as long as expected, or under half, after which only the last few count
-)
+ADRIFT = 3  # after so many steps in a row that took over twice what was expected, or under half, the last few count
 ADRIFT_DECAY = 0.7
 MIN_SECONDS = 1e-6
 

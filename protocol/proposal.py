@@ -6,6 +6,7 @@ with them is exact, whatever was rounded away before. Knows nothing about models
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import numpy as np
@@ -52,6 +53,7 @@ class Draw:
     proposal: Proposal
     before: tuple[int, ...] = ()
 
+    @cached_property
     def distribution(self) -> tuple[Ids, Floats]:
         """Ids [M] and probabilities [M] of this draw: the proposal without what was drawn before, normalised."""
         ids = np.array(self.proposal.tokens, dtype=np.int64)

@@ -28,13 +28,13 @@ class Remainder:
 
     def chance(self, draw: Draw) -> float:
         """With which probability the draw is accepted."""
-        ids, q = draw.distribution()
+        ids, q = draw.distribution
         own = float(q[ids == draw.token][0])
         return min(1.0, float(self.p[draw.token]) / own)
 
     def refuse(self, draw: Draw) -> None:
         """The draw was not accepted: the rest is norm(max(p - q, 0)); p, if rounding leaves nothing of that."""
-        ids, q = draw.distribution()
+        ids, q = draw.distribution
         rest = self.p.copy()
         rest[ids] = np.maximum(rest[ids] - q, 0.0)
         total = rest.sum()
