@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from paceline.kernels.onnx_file import OnnxFile
+from paceline.kernels.onnx_file import INPUT_MAP, TARGET, TOKEN_MAP, OnnxFile
 from paceline.protocol.errors import EngineError
 from paceline.protocol.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from paceline.kernels.llama import Model
-
-FINGERPRINT, OUTPUT, INPUT = "paceline.target_fingerprint", "paceline.token_map", "paceline.input_map"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class TokenMap:
     @classmethod
     def of(cls, model: "Model", target: Vocabulary) -> "TokenMap":
         """The map of a draft for this target. Raises EngineError, naming both, if the draft was not made for it."""
-        made_for = model.metadata(FINGERPRINT)
+        made_for = model.metadata(TARGET)
         own = made_for or Vocabulary.of(model.name, model.tokens()).fingerprint
         maps = _arrays(model.path) if made_for else (None, None)
         return cls.checked(model.path, model.name, model.rows, own, *maps, target)
@@ -91,5 +89,5 @@ def _arrays(path: Path) -> tuple[npt.NDArray[np.intp] | None, npt.NDArray[np.int
     import gguf
 
     fields = gguf.GGUFReader(path).fields
-    found = (fields.get(OUTPUT), fields.get(INPUT))
+    found = (fields.get(TOKEN_MAP), fields.get(INPUT_MAP))
     return tuple(None if f is None else np.array(f.contents(), np.intp) for f in found)  # type: ignore[return-value]

@@ -14,6 +14,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from paceline.kernels.onnx_file import INPUT_MAP as INPUT_MAP
+from paceline.kernels.onnx_file import TARGET
+from paceline.kernels.onnx_file import TOKEN_MAP as TOKEN_MAP
 from torch import Tensor
 
 from .decoder import Shape
@@ -22,7 +25,6 @@ from .gguf_file import GgufFile
 from .grids import GRIDS, Grid, packed
 from .landing import landing
 
-FINGERPRINT, TOKEN_MAP, INPUT_MAP = "paceline.target_fingerprint", "paceline.token_map", "paceline.input_map"
 KINDS = {name: gguf.GGMLQuantizationType[name.upper()] for name in GRIDS}
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "iq4_nl": 25}  # llama.cpp's `llama_ftype`, for its messages only
 
@@ -88,7 +90,7 @@ def write_draft(
     writer = gguf.GGUFWriter(None, architecture, use_temp_file=True)
     header(writer, shape, hidden, rows, context)
     writer.add_tokenizer_model("none")
-    writer.add_string(FINGERPRINT, fingerprint)
+    writer.add_string(TARGET, fingerprint)
     kinds = set()
     for name, entry in entries:
         if isinstance(entry, Rounded):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from paceline.kernels.onnx_file import read_onnx
+from paceline.kernels.onnx_file import INPUT_MAP, TARGET, TOKEN_MAP, read_onnx
 from paceline.protocol.vocabulary import Vocabulary, fingerprint
 
 from .errors import DraftError
@@ -99,7 +99,7 @@ def check_files(folder: Path, card: Card) -> None:
 def check_maps(file: GgufFile, vocabulary_size: int) -> None:
     """The rows of a draft name distinct tokens of the target, and every token has a row that stands for it."""
     rows = file.info("token_embd.weight").shape[0]
-    maps = file.metadata.get("paceline.token_map"), file.metadata.get("paceline.input_map")
+    maps = file.metadata.get(TOKEN_MAP), file.metadata.get(INPUT_MAP)
     check_rows(file.path.name, rows, *maps, vocabulary_size)
 
 
@@ -142,7 +142,7 @@ def verify(folder: Path, against: Vocabulary | None = None) -> Card:
     else:
         draft = GgufFile(path)
         check_maps(draft, stated.size)
-        made_for = str(draft.metadata.get("paceline.target_fingerprint"))
+        made_for = str(draft.metadata.get(TARGET))
     if made_for != stated.fingerprint:
         raise DraftError(f"{path} was made for another target than its card states ({stated.name}).")
     return card

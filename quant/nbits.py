@@ -152,9 +152,8 @@ def _iq4_nl(raw: Codes) -> Blocks:
 
 def _q4_k(raw: Codes) -> Blocks:
     b = raw.reshape(len(raw), -1, BYTES)
-    s = b[..., 4:16]
-    scale = np.concatenate([s[..., :4] & 63, (s[..., 8:] & 15) | ((s[..., :4] >> 6) << 4)], -1)
-    low = np.concatenate([s[..., 4:8] & 63, (s[..., 8:] >> 4) | ((s[..., 4:8] >> 6) << 4)], -1)
+    sixes = gguf.quants.Q4_K.get_scale_min(b[..., 4:16].reshape(-1, 12))
+    scale, low = (part.reshape(*b.shape[:2], 8) for part in sixes)
     d, dmin = _float16(b[..., :2])[..., None] * scale, _float16(b[..., 2:4])[..., None] * low  # [R, C / 256, 8]
     pairs = b[..., 16:].reshape(*b.shape[:2], 4, 1, BLOCK)
     codes = np.concatenate([pairs & 15, pairs >> 4], 3)

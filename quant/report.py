@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .build import kept_rows
 from .gguf_file import GgufFile
 from .target import Target, neighbours
 
@@ -41,8 +42,7 @@ def _relative(file: GgufFile, name: str, w: torch.Tensor, piece: int = 4096) -> 
 
 def _counterpart(name: str, target: Target, layers: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
     if not name.startswith("blk."):
-        table = target.tensor(name)
-        return table if len(rows) == len(table) else table[rows]
+        return kept_rows(target.tensor(name), rows)
     _, number, rest = name.split(".", 2)
     w = target.tensor(f"blk.{layers[int(number)]}.{rest}")
     turned = target.architecture == "llama" and not target.shape.interleaved and rest.startswith(("attn_q.", "attn_k."))

@@ -53,7 +53,7 @@ def closure(requirements: Sequence[str], python: str, index: Sequence[str] = ())
     wheels = list[dict[str, Any]]()
     while lacking := wanted if not wheels else _lacking([*sources, *wheels], python):
         wanted = list(dict.fromkeys([*wanted, *lacking]))
-        wheels = _dry_run(["--only-binary", ":all:", *_target(python), *index], wanted)
+        wheels = _dry_run(["--only-binary", ":all:", *target(python), *index], wanted)
     found = [Package(i["metadata"]["name"], i["metadata"]["version"], "") for i in sources]
     found += [Package(i["metadata"]["name"], i["metadata"]["version"], tag_of(i)) for i in wheels]
     return sorted(found, key=lambda p: p.name.lower())
@@ -87,7 +87,7 @@ def _source(requirement: str, index: Sequence[str]) -> list[dict[str, Any]]:
     return _dry_run(["--no-deps", "--no-binary", name_of(requirement), *index], [requirement])
 
 
-def _target(python: str) -> list[str]:
+def target(python: str) -> list[str]:
     tags = [part for platform in PLATFORMS for part in ("--platform", platform)]
     return ["--python-version", python, "--implementation", "cp", *tags]
 

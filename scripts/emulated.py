@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from paceline.protocol.errors import PacelineError
-from paceline.scripts.local import READY, local_verifier
+from paceline.scripts.local import local_verifier, serving
 from paceline.scripts.pairs import files_of
 
 EMULATOR = "/usr/bin/qemu-aarch64-static"
@@ -29,23 +29,8 @@ PATIENCE = 1800.0  # seconds; emulation of a draft is slow, and slower where the
 def edge_in(root: Path, arguments: Sequence[str]) -> Iterator[str]:
     """The address of `paceline edge`, run in `root` with these arguments; it ends with the block."""
     command = ["chroot", str(root), *PYTHON, "-m", "paceline.scripts.cli", "edge", "--port", "0", *arguments]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([*command, "--stop-with-stdin"], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
-        line = process.stdout.readline().strip()
-        if not line.startswith(READY):
-            raise PacelineError(f"the emulated agent ended before it was ready: {process.stderr.read()[-800:]}")
-        yield line.removeprefix(READY)
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(120)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    with serving(command, "emulated agent", patience=120) as url:
+        yield url
 
 
 def ask(url: str, question: str, tokens: int) -> str:

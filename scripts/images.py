@@ -186,15 +186,16 @@ def _checked(command: Sequence[str], what: str) -> None:
 # ---- put to use
 
 
+def _said(stage: Stage, command: Sequence[str], *more: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command as the image's user, and keep what it says."""
+    return subprocess.run(
+        inside(stage, command, *more), env=_environment(stage), capture_output=True, text=True, check=False
+    )
+
+
 def name_version(stage: Stage) -> str:
     """What `--version` says, run by the entry point's program as the image's user."""
-    done = subprocess.run(
-        inside(stage, [stage.entry[0], "--version"]),
-        env=_environment(stage),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _said(stage, [stage.entry[0], "--version"])
     if done.returncode:
         raise PacelineError(f"{stage.entry[0]} --version: {done.stderr.strip()[-400:]}")
     return done.stdout.strip()
@@ -209,13 +210,7 @@ def serve_and_end(stage: Stage) -> None:
         "exit 99"
     )
     begin = time.monotonic()
-    done = subprocess.run(
-        inside(stage, ["/bin/sh", "-c", script], "--net"),
-        env=_environment(stage),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _said(stage, ["/bin/sh", "-c", script], "--net")
     if done.returncode:
         raise PacelineError(f"serving ended with status {done.returncode}: {done.stderr.strip()[-600:]}")
     print(f"  served, was healthy and ended in {time.monotonic() - begin:.0f} s", flush=True)

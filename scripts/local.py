@@ -19,12 +19,27 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
 
     It also ends when this process is killed: it watches its standard input. Raises PacelineError with what it said.
     """
-    command = [sys.executable, "-m", "paceline.scripts.cli", "cloud", "--port", "0", "--stop-with-stdin", *arguments]
+    command = [sys.executable, "-m", "paceline.scripts.cli", "cloud", "--port", "0", *arguments]
+    with serving(command, "local verifier") as url:
+        yield url
+
+
+@contextmanager
+def serving(command: Sequence[str], name: str, patience: float = 5) -> Iterator[str]:
+    """The address of one of our servers, started by `command`, once it says it; it has `patience` seconds to end in.
+
+    Raises PacelineError with what it said.
+    """
     # Not a pipe: nobody reads along, and a full pipe stops a process.
     said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
-    )  # in a session of its own: Ctrl-C in this terminal stops an answer, not the verifier
+        [*command, "--stop-with-stdin"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        start_new_session=True,  # Ctrl-C in this terminal stops an answer, not the server
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -32,12 +47,12 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
         if not line.startswith(READY):
             process.wait()
             said.seek(0)
-            raise PacelineError(_reason(said.read()))
+            raise PacelineError(_reason(said.read(), name))
         yield line.removeprefix(READY)
     finally:
         process.stdin.close()
         try:
-            process.wait(5)
+            process.wait(patience)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -45,13 +60,11 @@ def local_verifier(arguments: Sequence[str]) -> Iterator[str]:
         said.close()
 
 
-def _reason(said: str) -> str:
-    """The verifier's own line of error, of all that it said."""
+def _reason(said: str, name: str) -> str:
+    """The server's own line of error, of all that it said."""
     lines = [line for line in said.splitlines() if line.strip()]
     own = [line.removeprefix("paceline: ") for line in lines if line.startswith("paceline: ")]
-    return (
-        own[-1] if own else f"the local verifier ended before it was ready: {lines[-1] if lines else 'it said nothing'}"
-    )
+    return own[-1] if own else f"the {name} ended before it was ready: {lines[-1] if lines else 'it said nothing'}"
 
 
 def when_stdin_ends(then: Callable[[], object]) -> None:

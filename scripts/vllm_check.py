@@ -8,7 +8,6 @@ take turns: the speed without any drafted token against plain vLLM, tokens a for
 import asyncio
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from paceline.edge.text import Text
 from paceline.edge.websocket import Address
 from paceline.protocol.errors import Code, PacelineError, ProtocolError
 from paceline.protocol.sampling import Sampling
+from paceline.scripts.chaos.kills import free_port
 from paceline.scripts.comparison import Answer, Question, answer
 from paceline.scripts.llama_folder import write_folder
 from paceline.scripts.local import local_verifier
@@ -89,9 +89,7 @@ def with_paceline(model: Path, width: int, slots: int, log: Path) -> Iterator[st
 @contextmanager
 def plain_vllm(model: Path, slots: int, log: Path) -> Iterator[str]:
     """The address of vLLM's own server, with nothing of ours in it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048", "--max-num-seqs", str(slots)]
     with process([*command, *OPTIONS.split()], log) as child:

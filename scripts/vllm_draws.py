@@ -72,11 +72,10 @@ async def _open(channel: SocketChannel, sid: int, prompt: Sequence[int], chain: 
 
 def chi_square(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> tuple[float, int]:
     """Statistic and degrees of freedom of the table of two samples; rare texts share a cell."""
-    cells = Counter[tuple[int, ...]]()
     rare = {text for text in one | other if one[text] + other[text] < LEAST}
     rows = []
     for sample in (one, other):
-        cells = Counter()
+        cells = Counter[tuple[int, ...]]()
         for text, count in sample.items():
             cells[() if text in rare else text] += count
         rows.append(cells)

@@ -40,7 +40,6 @@ def test_the_two_clocks_agree(tmp_path: Path, smollm2_draft_path: Path) -> None:
     def question(edge: str) -> Question:
         return Question(
             "smollm2", edge, 0.06, (0.025,), ("ar", "stream"), prompts, 3, 0, 64, 0.0, 0, 1, 0,
-            True, None, 0.0, 0.0, 0.0, 0.0, None,
         )  # fmt: skip
 
     real = measure_real(question("native"), 1, None)

@@ -61,7 +61,6 @@ def fleet_command(
     table, sizes = step_table(costs), [(n, n * m) for n in numbers(verifiers) for m in numbers(edges)]
     question = Question(
         pair, edge, table(1), (rtt,), ("stream",), prompts, count, skip, max_tokens, 0.0, 0, learn, 0,
-        True, None, 0.0, 0.0, 0.0, 0.0, None,
     )  # fmt: skip
     with bar() as step:
         alone, runs, about = measure(question, threads, table, balance, seconds, sizes, step)

@@ -61,7 +61,6 @@ def plan(
         rtt, seconds = measured(Address(measure, key, False, authority), vocabulary)
     question = Question(
         pair, edge, seconds, (rtt,), tuple(policies.split(",")), prompts, count, 0, max_tokens, 0.0, 0, LEARN, TUNE,
-        True, None, 0.0, 0.0, 0.0, 0.0, None,
     )  # fmt: skip
     answer = predicted(question, threads)
     typer.echo(json.dumps(answer) if as_json else as_lines(answer))
@@ -78,7 +77,7 @@ def predicted(question: "Question", threads: int | None) -> dict[str, Any]:
 
     with bar() as step:
         workshop, cases, others, learned, about = prepared(question, threads, step)
-        chosen = entrants(question, workshop, others[: question.tune], learned, about, step)
+        chosen = entrants(question, workshop, others, learned, about, step)
         step("measuring", len(cases) * len(chosen))
         results = Results(about)
         sweep(workshop, cases, chosen, learned, results, None, lambda: step("measuring", None))

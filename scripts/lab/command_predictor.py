@@ -27,7 +27,6 @@ def predictor(
 
     question = Question(
         pair, "small-gpu", 0.03, (0.0,), ("stream",), prompts, count, 0, max_tokens, temperature, seed, learn, 0,
-        True, None, 0.0, 0.0, 0.0, 0.0, None,
     )  # fmt: skip
     with bar() as step:
         workshop, cases, others, learned, about = prepared(question, threads, step)

@@ -29,13 +29,13 @@ class Question:
     seed: int
     learn: int
     tune: int
-    predictor: bool
-    candidates: int | None
-    jitter: float
-    up: float
-    down: float
-    loss: float
-    width: int | None
+    predictor: bool = True
+    candidates: int | None = None
+    jitter: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+    loss: float = 0.0
+    width: int | None = None
     rule: str = "coupled"
 
 

@@ -38,7 +38,6 @@ def trace(
     policy_named(policy)
     question = Question(
         pair, edge, verify_floor, (rtt,), (policy,), prompts, 1, skip, max_tokens, temperature, 0, learn, 0,
-        True, None, 0.0, 0.0, 0.0, 0.0, None,
     )  # fmt: skip
     with bar() as step:
         workshop, [case], _, learned, about = prepared(question, threads, step)

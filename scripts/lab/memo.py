@@ -26,7 +26,6 @@ from paceline.scripts.lab.forest import Forest
 from paceline.scripts.lab.virtual import Meter
 
 Digest = bytes  # of a path: of the prompt, the parameters and the tokens after the prompt
-PREFILL = 8  # rows of text beyond this run in batches of their own, before the tree's
 
 
 def begin(case: Case) -> Digest:
