@@ -232,15 +232,12 @@ def test_an_answer_goes_on_after_a_cut_as_if_nothing_had_happened(system: Any, t
         t = terminal("chat", "--url", f"ws://127.0.0.1:{other}", *asked)
         t.expect(r"\w+ \w+ \w+ \w+")
         cut()
-        text = answer_of(t)
+        assert t.ends(60) == 0
     own = piped(system, "--policy", "ar", "--max-tokens", "60", question=STORY)
     assert own.returncode == 0
-    seen = [line for line in text.splitlines() if not line.startswith("[")]
-    assert " ".join("".join(seen).split()) == " ".join("".join(_wrapped(own.stdout)).split())
-
-
-def _wrapped(text: str) -> list[str]:
-    return [line[i : i + 100] for line in text.strip().splitlines() for i in range(0, max(len(line), 1), 100)]
+    # what was written, not the screen: there a space is lost where a notice ends a line in mid-sentence
+    seen = [line for line in without_styles(t.raw).splitlines() if not line.startswith("[")]
+    assert " ".join("".join(seen).split()) == " ".join("".join(own.stdout.splitlines()).split())
 
 
 @pytest.mark.parametrize("option", ["--offline", "--policy"])
