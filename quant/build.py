@@ -21,7 +21,7 @@ from .grids import BLOCK, Q8_0, Grid, scales
 from .reconstruct import Plan, Rebuilder
 from .rounding import Inputs, moment, second_order
 from .student import Parameter, Student
-from .target import Target, neighbours
+from .target import Target, in_memory, neighbours
 from .trim import Trim
 
 Progress = Callable[[int, int], None]
@@ -35,7 +35,7 @@ def _silent(done: int, total: int) -> None: ...
 class Recipe:
     """layers: which of the target's, in order; trim: rows kept; table: grid of the embedding and head tables, Q8_0 keeps them as
     the target has them and does not train them; exact: hold in Q4_K, untrained, what the target has on a 4-bit grid with offsets
-    and in rows that divide by 256."""
+    and in rows that divide by 256; sweeps: of coordinate descent behind the rounding of a map."""
 
     layers: Sequence[int]
     trim: Trim
@@ -44,6 +44,7 @@ class Recipe:
     neurons: int = 0
     strength: float = 0.7
     exact: bool = True
+    sweeps: int = 1
 
 
 def check(target: Target, recipe: Recipe) -> None:
@@ -114,7 +115,9 @@ def rebuilt(target: Target, recipe: Recipe, calibration: Tensor, progress: Progr
     table = parameters[EMBEDDING].rounded(recipe.table).float() if first is None else first
     held = exact_maps(target, recipe)
     stream, own = embed(s, target.tensor(EMBEDDING), calibration), embed(s, table, trim.to_row[calibration])
-    walk = Rebuilder(s, Plan(recipe.grid, recipe.strength, recipe.neurons, exact=held), stream, own)
+    walk = Rebuilder(
+        s, Plan(recipe.grid, recipe.strength, recipe.neurons, sweeps=recipe.sweeps, exact=held), stream, own
+    )
     vectors = {LAST_NORM: target.tensor(LAST_NORM)}
     place = {i: to for to, i in enumerate(recipe.layers)}
     for i in range(s.layers):
@@ -169,8 +172,8 @@ def _tables(target: Target, recipe: Recipe, calibration: Tensor) -> tuple[dict[s
 
 @torch.no_grad()
 def last_hidden(target: Target, tokens: Tensor, piece: int = 8) -> Tensor:
-    """The target's final hidden state on tokens [N, S], float32 [N, S, D]; holds the whole target in bfloat16 meanwhile."""
-    w = {n: target.tensor(n).bfloat16() for n in target.names()}
+    """The target's final hidden state on tokens [N, S], float32 [N, S, D]; the whole target is in memory meanwhile."""
+    w = in_memory(target)
     parts = [hidden(target.shape, w, embed(target.shape, w[EMBEDDING], t)).float() for t in torch.split(tokens, piece)]
     return torch.cat(parts)
 
@@ -181,7 +184,7 @@ def least_needed(target: Target, tokens: Tensor, keep: int, progress: Progress =
 
     tokens: [N, S]. Agreement is with the whole target's own choices.
     """
-    w = {n: target.tensor(n).bfloat16() for n in target.names()}
+    w = in_memory(target)
     s = target.shape
 
     def choices(without: int | None) -> Tensor:

@@ -50,6 +50,9 @@ def build(
     rounding: Annotated[str, typer.Option(help="plain, corrected (along the target's own text), or auto.")] = "auto",
     conversations: Annotated[int, typer.Option(help="Own conversations at hand; written where fewer are cached.")] = 24,
     calibration: Annotated[int, typer.Option(help="How many of them the correction looks at.")] = 24,
+    sweeps: Annotated[
+        int, typer.Option(min=0, help="Rounds of choosing scales and codes anew; each agrees better.")
+    ] = 1,
     text: Annotated[Path | None, typer.Option(help="A file of own text to calibrate on instead.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder for the target's own text.")] = None,
 ) -> None:
@@ -60,7 +63,7 @@ def build(
         report = factory.build(
             target,
             out,
-            factory.Options(layers, vocab, quant, table, neurons, rounding, conversations, calibration),
+            factory.Options(layers, vocab, quant, table, neurons, rounding, conversations, calibration, sweeps),
             text,
             cache,
             step,

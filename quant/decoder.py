@@ -48,6 +48,13 @@ class Shape:
 Rotation = tuple[Tensor, Tensor]
 
 
+def working(device: torch.device | None = None) -> torch.dtype:
+    """The type whose products a device computes fastest: bfloat16, or float32 on a CPU that has no instructions for it."""
+    if device is not None and device.type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm in float32, returned in x's type. x: [..., D], weight: [D]."""
     wide = x.float()

@@ -43,14 +43,21 @@ class Shipped:
 RECIPES = {
     "default": Shipped(
         factory.Options(
-            quant="iq4_nl", table="q8_0", rounding="corrected", conversations=CONVERSATIONS, calibration=CALIBRATION
+            quant="iq4_nl",
+            table="q8_0",
+            rounding="corrected",
+            conversations=CONVERSATIONS,
+            calibration=CALIBRATION,
+            sweeps=3,
         ),
         240.0,
         3e-5,
         True,
     ),
     "tiny": Shipped(
-        factory.Options(TINY_LAYERS, "24576", "q4_0", "q4_0", rounding="corrected", conversations=CONVERSATIONS),
+        factory.Options(
+            TINY_LAYERS, "24576", "q4_0", "q4_0", rounding="corrected", conversations=CONVERSATIONS, sweeps=0
+        ),
         240.0,
         3e-4,
         False,

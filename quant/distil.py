@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .decoder import working
 from .errors import RecipeError, WeightsError
 from .landing import landing
 from .loss import candidates, divergence, hits, logits
@@ -69,7 +70,7 @@ class Trainer:
         self.row = student.trim.row_or_none(len(student.trim.to_row)).to(self.device)
         self.now: dict[str, Tensor] = {}
         self._pool = ThreadPoolExecutor(pace.workers, initializer=torch.set_num_threads, initargs=(1,))
-        self.now.update({name: t.bfloat16() for name, t in student.frozen.items()})
+        self.now.update({name: t.to(working(t.device)) for name, t in student.frozen.items()})
         list(self._pool.map(self._refresh, student.parameters))
         self._groups: list[list[int]] = []
 

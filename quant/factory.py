@@ -42,6 +42,7 @@ class Options:
     rounding: str = "auto"
     conversations: int = 24
     calibration: int = 24
+    sweeps: int = 1
 
 
 def split(text: OwnText) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +116,7 @@ def build(
     if layers < s.layers and named is None and text is not None:
         chosen = making.least_needed(target, text.rows(train, calibration_length(text), 8), layers, step)
     grid = GRIDS.get(options.quant, Q8_0)
-    recipe = making.Recipe(chosen, ids, grid, GRIDS[options.table], options.neurons)
+    recipe = making.Recipe(chosen, ids, grid, GRIDS[options.table], options.neurons, sweeps=options.sweeps)
     out.mkdir(parents=True, exist_ok=True)
     if corrected and text is not None:
         calibration = text.rows(train, calibration_length(text), options.calibration)

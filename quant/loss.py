@@ -17,7 +17,7 @@ OTHERS = 2048  # rows drawn besides those that a batch names
 
 def logits(shape: Shape, w: Mapping[str, Tensor], trim: Trim, batch: Batch, rows: Tensor | None = None) -> Tensor:
     """The draft's logits for each answer token, [N, R]; rows: only for these rows of the head."""
-    x = embed(shape, w[EMBEDDING], trim.to_row[batch.tokens]).to(torch.bfloat16)
+    x = embed(shape, w[EMBEDDING], trim.to_row[batch.tokens])
     table = head(w) if rows is None else head(w)[rows]
     return F.linear(hidden(shape, w, x).flatten(0, 1)[batch.at], table).float()
 

@@ -30,7 +30,7 @@ class Plan:
     strength: float = 0.7
     neurons: int = 0
     damp: float = 0.01
-    sweeps: int = 3
+    sweeps: int = 1
     exact: frozenset[str] = frozenset()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .chat import chat_of
 from .decoder import EMBEDDING, HEAD, Shape, embed, head, hidden
 from .student import Student
-from .target import Target
+from .target import Target, in_memory
 from .text import TOP, OwnText
 from .writer import ANSWER_TEMPERATURES, Chat, Row, write
 
@@ -32,11 +32,11 @@ def on_policy(
 ) -> OwnText:
     """Answers by the draft to some of the chosen conversations' prompts, with the target's likeliest tokens along them.
 
-    source: the target's path, for its chat. Holds the target in bfloat16 meanwhile.
+    source: the target's path, for its chat. Holds the target in the working type meanwhile.
     """
     device = student.trim.to_row.device
     written = answers(student, chat_of(source)[0], text, chosen, seed)
-    w = {n: (t.bfloat16() if t.dim() > 1 else t).to(device) for n in target.names() for t in (target.tensor(n),)}
+    w = in_memory(target, device)
     return scored(target.shape, w, written)
 
 
@@ -56,12 +56,12 @@ def answers(student: Student, chat: Chat, text: OwnText, chosen: NDArray[np.int6
 
 @torch.no_grad()
 def scored(shape: Shape, w: Mapping[str, Tensor], text: OwnText) -> OwnText:
-    """The same text with the likeliest tokens of the model w for each answer token. w: bfloat16 weights, ids as rows."""
+    """The same text with the likeliest tokens of the model w for each answer token. w: weights, ids as rows."""
     ti, tv = np.zeros_like(text.ti), np.zeros_like(text.tv)
     device = w[EMBEDDING].device
     for group in text.batches(np.arange(len(text)), SCORED):
         batch = text.batch(group).to(device)
-        x = embed(shape, w[EMBEDDING], batch.tokens).to(torch.bfloat16)
+        x = embed(shape, w[EMBEDDING], batch.tokens)
         scores = F.linear(hidden(shape, w, x).flatten(0, 1)[batch.at], head(w)).float()
         best = torch.log_softmax(scores, 1).topk(TOP)
         spans = np.concatenate([np.arange(text.answer[i], text.answer[i + 1]) for i in group])

@@ -12,7 +12,7 @@ from platformdirs import user_cache_path
 
 from . import text as own_text
 from .chat import chat_of
-from .target import Target, vocabulary
+from .target import Target, in_memory, vocabulary
 from .text import OwnText
 from .traces import read_prompts
 from .writer import openings, write
@@ -76,7 +76,7 @@ def _written(
 ) -> Sequence[OwnText]:
     chat, tokenize = chat_of(source)
     words = [tokenize(p.text) for p in read_prompts(prompts)] if prompts else []
-    w = {n: (t.bfloat16() if t.dim() > 1 else t).to(device) for n in target.names() for t in (target.tensor(n),)}
+    w = in_memory(target, device)
     out: list[OwnText] = []
     while sum(len(t) for t in out) < wanted:
         number = first + len(out)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .decoder import Shape
+from .decoder import Shape, working
 from .grids import BLOCK, GRIDS, Grid
 from .trim import Trim
 
@@ -52,11 +52,11 @@ class Parameter:
         return (self.base * self.log.exp()).half().float()
 
     def rounded(self, grid: Grid) -> Tensor:
-        """What the forward uses: bfloat16 grid values, or the vector in float32."""
+        """What the forward uses: grid values in the working type, or the vector in float32."""
         if self.base is None:
             return self.value.clone()
         d = self.scales().unsqueeze(2)
-        return (grid.nearest(self.value.reshape(len(d), -1, BLOCK) / d) * d).flatten(1).bfloat16()
+        return (grid.nearest(self.value.reshape(len(d), -1, BLOCK) / d) * d).flatten(1).to(working(d.device))
 
 
 def adam(value: Tensor, first: Tensor, second: Tensor, gradient: Tensor, rate: float, step: int) -> None:
@@ -97,8 +97,8 @@ class Student:
     frozen: dict[str, Tensor]
 
     def weights(self) -> dict[str, Tensor]:
-        """What the forward uses: bfloat16 matrices, float32 vectors."""
-        fixed = {name: t.bfloat16() for name, t in self.frozen.items()}
+        """What the forward uses: matrices in the working type, float32 vectors."""
+        fixed = {name: t.to(working(t.device)) for name, t in self.frozen.items()}
         return fixed | {name: p.rounded(self.grid) for name, p in self.parameters.items()}
 
     def hidden(self) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 from paceline.protocol.vocabulary import Vocabulary
 from torch import Tensor
 
-from .decoder import EMBEDDING, HEAD, LAST_NORM, LINEARS, Shape
+from .decoder import EMBEDDING, HEAD, LAST_NORM, LINEARS, Shape, working
 from .errors import WeightsError
 from .families import gguf_name, gguf_shape, hf_architecture, hf_shape
 from .gguf_file import GgufFile
@@ -148,6 +148,16 @@ def open_target(path: Path | str) -> Target:
     if not path.is_file():
         raise WeightsError(f"There is no model at {path}.")
     return GgufTarget(path)
+
+
+def in_memory(target: Target, device: torch.device | None = None) -> dict[str, Tensor]:
+    """Every weight in memory, matrices and biases in the working type of the device, norms as they are."""
+    kind = working(device)
+    return {
+        n: (t.to(kind) if t.dim() > 1 or n.endswith(".bias") else t).to(device)
+        for n in target.names()
+        for t in (target.tensor(n),)
+    }
 
 
 def neighbours(weight: Tensor, head_dim: int) -> Tensor:

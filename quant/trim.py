@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .decoder import working
+
 
 @dataclass(frozen=True)
 class Trim:
@@ -48,12 +50,12 @@ def choose(usage: NDArray[np.float64], keep: NDArray[np.bool_], rows: int) -> Te
 
 def trim(table: Tensor, to_target: Tensor, piece: int = 4096) -> Trim:
     """Lead every id of the embedding table [V, D] to its own row or the one of the most similar embedding (cosine)."""
-    kept = F.normalize(table[to_target].float(), dim=1).bfloat16()
-    to_row = torch.empty(len(table), dtype=torch.long)
-    for start in range(0, len(table), piece):
-        part = F.normalize(table[start : start + piece].float(), dim=1).bfloat16()
-        to_row[start : start + piece] = (part @ kept.T).argmax(1)
+    kind = working(table.device)
+    kept = F.normalize(table[to_target].float(), dim=1).to(kind)
+    to_row = torch.full((len(table),), -1)
     to_row[to_target] = torch.arange(len(to_target))
+    for ids in torch.split((to_row < 0).nonzero().squeeze(1), piece):
+        to_row[ids] = (F.normalize(table[ids].float(), dim=1).to(kind) @ kept.T).argmax(1)
     return Trim(to_target, to_row)
 
 

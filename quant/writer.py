@@ -59,16 +59,16 @@ class Row:
 class Cache:
     """Keys and values of every layer, [B, G, T, head_dim], filled one position at a time."""
 
-    def __init__(self, shape: Shape, rows: int, length: int, device: torch.device) -> None:
+    def __init__(self, shape: Shape, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         extents = (rows, shape.kv_heads, length, shape.head_dim)
-        self.k = [torch.zeros(extents, dtype=torch.bfloat16, device=device) for _ in range(shape.layers)]
-        self.v = [torch.zeros(extents, dtype=torch.bfloat16, device=device) for _ in range(shape.layers)]
+        self.k = [torch.zeros(extents, dtype=dtype, device=device) for _ in range(shape.layers)]
+        self.v = [torch.zeros(extents, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.turns: list[Rotation] = rotations(shape, length, device)
 
 
 def step(shape: Shape, w: Mapping[str, Tensor], cache: Cache, tokens: Tensor, at: int) -> Tensor:
     """Feed tokens [B] at position `at`; returns the logits for the next position, [B, V] float32."""
-    x = embed(shape, w[EMBEDDING], tokens[:, None]).to(torch.bfloat16)
+    x = embed(shape, w[EMBEDDING], tokens[:, None])
     for i in range(shape.layers):
         p, turn = f"blk.{i}.", (cache.turns[i][0][at : at + 1], cache.turns[i][1][at : at + 1])
         q, k, v = queries_keys_values(shape, w, i, norm(x, w[p + "attn_norm.weight"], shape.eps), turn)
@@ -95,11 +95,11 @@ def write(
     progress: Callable[[int, int], None] = lambda done, total: None,
     to_target: Tensor | None = None,
 ) -> OwnText:
-    """Write the rows' conversations, at most `length` tokens each. w: bfloat16 weights, all in memory; to_target: the id of each
+    """Write the rows' conversations, at most `length` tokens each. w: weights, all in memory; to_target: the id of each
     row of the head, where rows are not ids."""
     device = w[EMBEDDING].device
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    cache = Cache(shape, len(rows), length, device)
+    cache = Cache(shape, len(rows), length, device, w[EMBEDDING].dtype)
     for at in range(length - 1):
         for row in rows:
             if row.given:
