@@ -16,6 +16,7 @@ from paceline.cloud.scheduler import Runner, Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.cloud.settings import Settings
 from paceline.cloud.spans import Spans
+from paceline.kernels.heap import keep_small
 from paceline.protocol.errors import PacelineError
 
 __all__ = ["ENGINES", "Settings", "drain", "house_of", "load_backup", "load_engine", "serve"]
@@ -121,6 +122,7 @@ async def serve(
         tls = tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
     server = await start(house, settings.host, settings.port, vocabulary, keys=keys, tls=tls)
     stepping = asyncio.create_task(house.scheduler.run())
+    trimming = asyncio.create_task(keep_small())
     stop = Stop()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -133,6 +135,7 @@ async def serve(
     await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
     await drain(house, stop.now, settings.drain_timeout)
     server.close()
+    trimming.cancel()
     stepping.cancel()
     with suppress(asyncio.CancelledError):
         await stepping

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
+from paceline.kernels.heap import keep_small
 from paceline.protocol.errors import PacelineError
 from starlette.types import ASGIApp
 
@@ -65,9 +66,10 @@ async def serve_until_stopped(
     async with listening(app, host, port) as address:
         ready(address)
         notify_systemd("READY=1")
-        watched = asyncio.create_task(_keep_watched())
+        tasks = [asyncio.create_task(task) for task in (_keep_watched(), keep_small())]
         await stop.wait()
-        watched.cancel()
+        for task in tasks:
+            task.cancel()
         notify_systemd("STOPPING=1")
 
 

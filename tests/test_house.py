@@ -20,7 +20,14 @@ LAYERS: dict[str, set[str]] = {
     "protocol": set(),
     "kernels": {"protocol"},
     "quant": {"protocol", "kernels"},
-    "edge": {"protocol", "kernels.llama", "kernels.onnx_session", "kernels.threads", "kernels.token_map"},
+    "edge": {
+        "protocol",
+        "kernels.heap",
+        "kernels.llama",
+        "kernels.onnx_session",
+        "kernels.threads",
+        "kernels.token_map",
+    },
     "cloud": {"protocol", "kernels", "quant"},
     "scripts": {"protocol", "kernels", "quant", "edge", "cloud"},
 }

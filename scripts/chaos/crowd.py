@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.edge.websocket import Address
+from paceline.kernels.heap import keep_small
 from paceline.scripts.chaos.answers import Tally
 from paceline.scripts.chaos.kills import ask_until, connecting, real_agent
 from paceline.scripts.local import when_stdin_ends
@@ -28,9 +29,11 @@ async def ask_on(addresses: list[Address], edges: int, seed: int, longest: int, 
         real_agent(connecting(addresses, i), seed + i, draft_seconds=draft_seconds, noise=NOISE, drafts=i % 3 != 2)
         for i in range(edges)
     ]
+    trimming = asyncio.create_task(keep_small())  # as `paceline edge` does
     await asyncio.gather(
         *(ask_until(done, a, tally, drawn.randrange(2**32), longest, leaves=0.1) for a in agents),
     )
+    trimming.cancel()
     return tally
 
 
