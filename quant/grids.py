@@ -58,27 +58,32 @@ IQ4_NL = Grid("iq4_nl", (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38
 GRIDS = {g.name: g for g in (Q4_0, Q8_0, IQ4_NL)}
 
 
-def scales(w: Tensor, grid: Grid, weight: Tensor | None = None, tries: int = 24) -> Tensor:
-    """The scale of each block with the least (weighted) squared error among candidates around the absolute maximum.
+def scales(w: Tensor, grid: Grid, weight: Tensor | None = None, starts: int = 4) -> Tensor:
+    """The scale of each block with the least (weighted) squared error among candidates.
 
-    w: [R, C]; weight: [C], how much each column counts; returns [R, C / 32] float32 holding float16 values.
+    Those put the absolute maximum at or near either end of the grid, `starts` each, or are the least-squares scale of the codes
+    that such a one leads to. w: [R, C]; weight: [C], how much each column counts; returns [R, C / 32] float32 holding float16
+    values.
     """
     blocks = w.float().reshape(len(w), -1, BLOCK)  # [R, C/32, 32]
-    importance = torch.ones(w.shape[1]) if weight is None else weight.float()
-    importance = importance.view(1, -1, BLOCK)
     peak = blocks.gather(2, blocks.abs().argmax(2, keepdim=True)).squeeze(2)  # signed
-    best = torch.zeros_like(peak)
-    least = torch.full_like(peak, float("inf"))
     if grid is Q8_0:
         found: Tensor = (peak.abs() / 127).half().float()
         return found
+    importance = (torch.ones(w.shape[1]) if weight is None else weight.float()).view(1, -1, BLOCK)
+    weighed = blocks * importance
+    best = torch.zeros_like(peak)
+    least = torch.full_like(peak, float("inf"))  # squared error without the part that no scale changes
     for sign in (grid.codes[0], grid.codes[-1]):  # both ends of an asymmetric grid may carry the peak
-        for k in range(tries // 2):
-            d = (peak / (sign * (0.7 + 0.5 * k / (tries // 2 - 1)))).half().float()
-            q = grid.nearest(blocks / torch.where(d == 0, 1, d).unsqueeze(2))
-            error = ((q * d.unsqueeze(2) - blocks).pow(2) * importance).sum(2)
-            better = error < least
-            best, least = torch.where(better, d, best), torch.where(better, error, least)
+        for k in range(starts):
+            d = (peak / (sign * (0.75 + 0.4 * k / (starts - 1)))).half().float()
+            for _ in range(2):
+                q = grid.nearest(blocks / torch.where(d == 0, 1, d).unsqueeze(2))
+                square, product = (q * q * importance).sum(2), (q * weighed).sum(2)
+                error = d * (d * square - 2 * product)
+                better = error < least
+                best, least = torch.where(better, d, best), torch.where(better, error, least)
+                d = (product / square.clamp(min=1e-20)).half().float()
     return best
 
 

@@ -63,52 +63,52 @@ def second_order(w: Tensor, inputs: Inputs, grid: Grid, sweeps: int = 1) -> tupl
 
     Returns the rounded map and its latent: rounding the latent plainly with the scales gives the first.
     """
-    wanted, w = w.float(), w.float().clone()
-    out, latent = torch.empty_like(w), torch.empty_like(w)
-    d = w.new_empty(w.shape[0], w.shape[1] // BLOCK)
-    for b, start in enumerate(range(0, w.shape[1], BLOCK)):
-        stop = start + BLOCK
-        block, u = w[:, start:stop].clone(), inputs.upper[start:stop, start:stop]
-        d[:, b] = scales(block, grid, 1 / u.diagonal().pow(2))[:, 0]
-        safe = torch.where(d[:, b] == 0, 1, d[:, b])
+    wanted = w.float().T.contiguous()  # [C, R]: what is gone through column by column lies in one piece
+    left, out, latent = wanted.clone(), torch.empty_like(wanted), torch.empty_like(wanted)
+    d = wanted.new_empty(len(wanted) // BLOCK, wanted.shape[1])
+    for b, start in enumerate(range(0, len(wanted), BLOCK)):
+        span = slice(start, start + BLOCK)
+        block, u = left[span].clone(), inputs.upper[span, span]
+        d[b] = scales(block.T.contiguous(), grid, 1 / u.diagonal().pow(2))[:, 0]
+        safe = torch.where(d[b] == 0, 1, d[b])
         errors = torch.empty_like(block)
         for j in range(BLOCK):
-            column = latent[:, start + j] = block[:, j].clone()
-            out[:, start + j] = grid.nearest(column / safe) * d[:, b]
-            errors[:, j] = (column - out[:, start + j]) / u[j, j]
-            block[:, j:] -= errors[:, j, None] * u[None, j, j:]
-        w[:, stop:] -= errors @ inputs.upper[start:stop, stop:]
+            latent[start + j] = block[j]
+            out[start + j] = grid.nearest(block[j] / safe) * d[b]
+            errors[j] = (block[j] - out[start + j]) / u[j, j]
+            block[j:].addr_(u[j, j:], errors[j], alpha=-1)
+        left[span.stop :].addmm_(inputs.upper[span, span.stop :].T, errors, alpha=-1)
     for _ in range(sweeps):
-        sweep(wanted, out, Latent(latent, d), inputs.gram, grid)
-    return out, Latent(latent, d)
+        sweep(wanted, out, latent, d, inputs.gram, grid)
+    return out.T.contiguous(), Latent(latent.T.contiguous(), d.T.contiguous())
 
 
-def sweep(wanted: Tensor, out: Tensor, latent: Latent, gram: Tensor, grid: Grid) -> None:
+def sweep(wanted: Tensor, out: Tensor, latent: Tensor, d: Tensor, gram: Tensor, grid: Grid) -> None:
     """Choose every block's scale and codes anew with all others known, in place: the output's error cannot grow.
 
-    wanted, out: [R, C], the map and its rounding; gram: [C, C] of the inputs.
+    wanted, out, latent: [C, R], the map, its rounding and what is rounded, transposed; d: [C / 32, R] its scales; gram: [C, C] of
+    the inputs.
     """
-    pull = (wanted - out) @ gram  # [R, C]: minus half the slope of the output's squared error, by weight
-    for b, start in enumerate(range(0, out.shape[1], BLOCK)):
+    pull = gram @ (wanted - out)  # [C, R]: minus half the slope of the output's squared error, by weight
+    for b, start in enumerate(range(0, len(out), BLOCK)):
         span = slice(start, start + BLOCK)
-        before, g = out[:, span].clone(), gram[span, span]
-        near = _rescaled(before, latent.scales[:, b], pull[:, span], g)
-        force = pull[:, span] - (near - before) @ g
-        d = latent.scales[:, b]
-        safe = torch.where(d == 0, 1, d)
+        before, g = out[span].clone(), gram[span, span]
+        near = _rescaled(before, d[b], pull[span], g)
+        force = pull[span] - g @ (near - before)
+        safe = torch.where(d[b] == 0, 1, d[b])
         for j in range(BLOCK):
-            best = near[:, j] + force[:, j] / g[j, j]
-            chosen = grid.nearest(best / safe) * d
-            force -= (chosen - near[:, j])[:, None] * g[None, j]
-            near[:, j], latent.value[:, start + j] = chosen, best
-        out[:, span] = near
-        pull -= (near - before) @ gram[span]
+            best = near[j] + force[j] / g[j, j]
+            chosen = grid.nearest(best / safe) * d[b]
+            force.addr_(g[j], chosen - near[j], alpha=-1)
+            near[j], latent[start + j] = chosen, best
+        out[span] = near
+        pull.addmm_(gram[:, span], near - before, alpha=-1)
 
 
 def _rescaled(block: Tensor, d: Tensor, pull: Tensor, g: Tensor) -> Tensor:
-    """The block [R, 32] under its least-squares scales, its codes unchanged; d [R] is changed in place."""
-    codes = block / torch.where(d == 0, 1, d)[:, None]
-    bend = ((codes @ g) * codes).sum(1)
-    better = (d + (pull * codes).sum(1) / bend.clamp(min=1e-20)).half().float()
+    """The block [32, R] under its least-squares scales, its codes unchanged; d [R] is changed in place."""
+    codes = block / torch.where(d == 0, 1, d)
+    bend = ((g @ codes) * codes).sum(0)
+    better = (d + (pull * codes).sum(0) / bend.clamp(min=1e-20)).half().float()
     d.copy_(torch.where((bend > 0) & better.isfinite() & (better != 0), better, d))
-    return codes * d[:, None]
+    return codes * d
