@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from paceline.cloud.backup import Grown, Stub, TopUp
-from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
@@ -166,6 +166,11 @@ class Scheduler:
     def drafts(self) -> bool:
         """Is something drafted here that takes time? Then it is not worth waiting for an edge's nodes."""
         return any(top_up.backup.seconds > 0 for top_up in self._top_ups)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The engine's KV cache by now."""
+        return blocks_of(self.engine)
 
     def wake(self) -> None:
         """Something arrived that may make a session ready."""
