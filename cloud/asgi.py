@@ -100,6 +100,8 @@ class Verifier:
             self.stepping.cancel()
         with suppress(asyncio.CancelledError):
             await self.stepping
+        if (spans := self.front.house.spans) is not None:
+            await asyncio.to_thread(spans.close)
         await send({"type": "lifespan.shutdown.complete"})
 
 

@@ -47,17 +47,19 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
     raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
 
 
-def load_backup(settings: Settings, engine: Engine, draft: Path | None) -> list[TopUp]:
-    """What drafts where an edge's tree holds too little. Raises PacelineError if the draft is for another target."""
+def load_backup(settings: Settings, engine: Engine, draft: Callable[[], Path]) -> list[TopUp]:
+    """What drafts where an edge's tree holds too little; `draft` is asked for its file only if a model is to.
+
+    Raises PacelineError if the draft is for another target.
+    """
     found = list[TopUp]()
     if settings.backup in ("draft", "both"):
         try:
             from paceline.cloud.llama_backup import DraftBackup
         except ModuleNotFoundError as e:
             raise PacelineError(f"a backup draft needs {e.name}: pip install 'paceline[cloud-llamacpp]'") from None
-        assert draft is not None
         context, layers = max(settings.context, CELLS), settings.gpu_layers
-        model = DraftBackup(draft, engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
+        model = DraftBackup(draft(), engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
         found.append(TopUp(model))
     if settings.backup in ("ngram", "both"):
         found.append(TopUp(Ngram()))
