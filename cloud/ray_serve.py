@@ -165,8 +165,15 @@ def verifiers(settings: Settings, load: Load, scale: Scale) -> Any:
 
 
 def _router(affinity: bool) -> dict[str, Any]:
-    if not affinity or importlib.util.find_spec(ROUTER) is None:
+    if not affinity or not _exists(ROUTER):
         return {}
     from ray.serve.config import RequestRouterConfig
 
     return {"request_router_config": RequestRouterConfig(request_router_class=f"{ROUTER}.ConsistentHashRouter")}
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False

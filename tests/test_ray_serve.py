@@ -141,6 +141,12 @@ def test_arguments_are_settings_and_scale() -> None:
             arguments(wrong)
 
 
+@pytest.mark.parametrize("router", ["json.router", "json.decoder.router", "json.routers.consistent"])
+def test_a_ray_without_the_router_goes_without_it(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "ROUTER", router)
+    assert ray_serve._router(affinity=True) == {}
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match="vllm"):
         verifiers(Settings(engine="vllm"), toy, Scale())
