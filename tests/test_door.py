@@ -1,17 +1,22 @@
 """The verifier's door: TLS, keys, health, metrics, and how it closes. Real sockets on loopback, the toy target."""
 
 import asyncio
+import gc
 import json
 import logging
 import ssl
 import subprocess
+import threading
 import time
+import weakref
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from paceline.cloud import serve
 from paceline.cloud.connection import House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.keys import Keys
@@ -131,6 +136,36 @@ async def test_mutual_tls_wants_a_certificate_of_the_edge(certificate: Path) -> 
         await (await greeted(mine, d.house)).close()
         with pytest.raises(LinkError):
             await blocking(ask_model, d.address("wss", authority=certificate))
+
+
+async def test_what_failed_handshakes_leave_is_collected(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left() -> int:
+        return sum(type(o) is SSLProtocol for o in gc.get_objects())
+
+    monkeypatch.setattr(serve, "COLLECT_SECONDS", 0.05)
+    gc.disable()  # nothing else collects
+    collecting = asyncio.create_task(serve.collect())
+    try:
+        async with door(tls=tls_context(certificate, None, None)) as d:
+            await asyncio.sleep(0)
+            ring: list[object] = [threading.Event()]
+            ring.append(ring)
+            known = weakref.ref(ring[0])
+            del ring
+            assert known() is not None
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", d.port)
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                await reader.read()
+                writer.close()
+            async with asyncio.timeout(60):
+                while known() is not None or left():  # noqa: ASYNC110 - asked of the collector
+                    await asyncio.sleep(0.01)
+    finally:
+        collecting.cancel()
+        await asyncio.wait([collecting])
+        gc.enable()
+    assert gc.get_freeze_count() == 0
 
 
 def test_files_that_are_no_certificates_are_named(tmp_path: Path, certificate: Path) -> None:
