@@ -20,6 +20,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 DENIAL = "websocket.http.response"  # the extension by which a websocket is refused with a status of one's own
+POLICY, TRY_LATER = 1008, 1013  # codes of a close, where there is no such extension
 GONE = (OSError, RuntimeError)  # what servers raise on a send to somebody who has left
 
 
@@ -100,6 +101,8 @@ class Verifier:
             self.stepping.cancel()
         with suppress(asyncio.CancelledError):
             await self.stepping
+        if (spans := self.front.house.spans) is not None:
+            await asyncio.to_thread(spans.close)
         await send({"type": "lifespan.shutdown.complete"})
 
 
@@ -109,7 +112,10 @@ async def _websocket(front: Front, scope: Message, receive: Receive, send: Send)
     page = front.answer(scope["path"], key, websocket=True)
     if page is not None and DENIAL in (scope.get("extensions") or {}):
         await _respond(page, DENIAL, send)
-    elif page is not None or SUBPROTOCOL not in scope.get("subprotocols", ()):
+    elif page is not None:
+        code = POLICY if page.retry_after is None else TRY_LATER
+        await send({"type": "websocket.close", "code": code, "reason": page.body.decode().strip()})
+    elif SUBPROTOCOL not in scope.get("subprotocols", ()):
         await send({"type": "websocket.close", "code": 1002, "reason": f"the subprotocol here is {SUBPROTOCOL}"})
     else:
         await send({"type": "websocket.accept", "subprotocol": SUBPROTOCOL})

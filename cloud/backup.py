@@ -113,7 +113,7 @@ class TopUp:
         tree = session.tree
         root = tip = tree.root
         while below := tree.children(tip):
-            tip = max(below, key=lambda c: (tree.weight(c), -c))
+            tip = below[0]
         tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
         gain = 1.0 + sum(math.exp(tree.reach(n)) for n in tree.best(width))
         text = session.sequence

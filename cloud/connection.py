@@ -9,6 +9,7 @@ to be resumed.
 """
 
 import asyncio
+import itertools
 import secrets
 
 from paceline.cloud.grammar import Constraint
@@ -40,6 +41,8 @@ __all__ = ["MAX_VIOLATIONS", "MAX_WAITING", "OUTBOX", "Connection", "House"]
 
 MAX_VIOLATIONS = 100  # wrong frames before the connection is closed
 OUTBOX = 4096  # frames waiting for a slow reader before it is taken for gone
+FRAMES_A_TURN = 8  # of one connection, before the others have their turn: thousands may have come at once
+PAUSE = 0.02  # seconds that who sends too fast is not read at least: a wait for each frame costs more than the frame
 
 
 class Connection:
@@ -59,9 +62,13 @@ class Connection:
         writer = asyncio.create_task(self._write())
         self._house.enter(self, self._owner)
         try:
-            while self._handle_frame(await self._receive_frame()):
+            for count in itertools.count(1):
+                if not self._handle_frame(await self._receive_frame()):
+                    break
                 if (wait := self._owner.messages.wait()) > 0:
-                    await asyncio.sleep(wait)  # who sends faster than agreed is read no faster
+                    await asyncio.sleep(max(wait, PAUSE))  # who sends faster than agreed is read no faster
+                elif count % FRAMES_A_TURN == 0:
+                    await asyncio.sleep(0)  # a frame that is there already is received without a pause
             async with asyncio.timeout(5):
                 await self._outbox.join()
         except (ChannelClosed, TimeoutError):

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Protocol
 
+from paceline.cloud.engine import Blocks
 from paceline.cloud.scheduler import Figures, Seat
 
 
@@ -20,6 +21,11 @@ class Driver(Protocol):
     @property
     def rejects(self) -> bool:
         """Whether it can accept and refuse draws."""
+        ...
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The KV cache by now; None where it has no fixed size, or is told of elsewhere."""
         ...
 
     def __len__(self) -> int:

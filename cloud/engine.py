@@ -42,8 +42,20 @@ class Work:
     )
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """How much of an engine's KV cache running sequences hold, in blocks of `tokens` tokens.
+
+    What is only kept for prefixes that may come again counts as free: it is given up when room is needed.
+    """
+
+    used: int
+    total: int
+    tokens: int
+
+
 class Engine(Protocol):
-    """A target. Calls come from one thread at a time."""
+    """A target. Calls come from one thread at a time. Where its cache is of a fixed size, `blocks` says so: see `blocks_of`."""
 
     name: str
     vocabulary: Vocabulary
@@ -79,6 +91,12 @@ class Engine(Protocol):
     def close(self, handle: int) -> None:
         """The session is over. The engine may keep its cache for a later `open` with the same prefix."""
         ...
+
+
+def blocks_of(engine: Engine) -> Blocks | None:
+    """The engine's KV cache by now; from any thread. None if it has none of a fixed size."""
+    blocks: Blocks | None = getattr(engine, "blocks", None)
+    return blocks
 
 
 def walk(work: Work, position: int, logits: Callable[[int], Logits]) -> Walk | EngineError:

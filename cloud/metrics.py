@@ -1,7 +1,8 @@
 """What a verifier tells Prometheus: read from the running totals when asked, so that the steps pay nothing for it.
 
-The names of speculation are the field's (`spec_decode_num_draft_tokens` and its kin, as vLLM has them), under the prefix
-`paceline_`; the rest says what streaming adds: hits, stale nodes, sessions that wait for their edge.
+The names of speculation and of the KV cache are the field's (`spec_decode_num_draft_tokens`, `kv_cache_usage_perc` and their
+kin, as vLLM has them), under the prefix `paceline_`; the rest says what streaming adds: hits, stale nodes, sessions that wait
+for their edge.
 """
 
 from collections.abc import Iterator
@@ -45,9 +46,27 @@ class VerifierCollector(Collector):
             ("ready", "1 while new sessions are taken.", int(not self._house.draining)),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=float(level))
+        yield from self._cache()
         info = GaugeMetricFamily(PREFIX + "info", "Version and model.", labels=["version", "model"])
         info.add_metric([own_version(), self._house.model], 1.0)
         yield info
+
+    def _cache(self) -> Iterator[Metric]:
+        """Nothing where the target's cache has no fixed size."""
+        blocks = self._house.scheduler.blocks
+        if blocks is None:
+            return
+        for name, text, level in (
+            (
+                "kv_cache_usage_perc",
+                "Share of the KV cache that sessions hold; 1 is all of it.",
+                blocks.used / blocks.total,
+            ),
+            ("kv_cache_used_blocks", "Blocks of the KV cache that sessions hold.", blocks.used),
+            ("kv_cache_total_blocks", "Blocks of the KV cache.", blocks.total),
+            ("kv_cache_block_tokens", "Tokens that a block of the KV cache takes.", blocks.tokens),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value=float(level))
 
 
 def registry(house: House) -> CollectorRegistry:

@@ -44,8 +44,13 @@ class Pages:
         return len(self._free) + len(self._idle)
 
     @property
+    def total(self) -> int:
+        """Pages that can be handed out."""
+        return self.count - 1
+
+    @property
     def in_use(self) -> int:
-        return self.count - 1 - self.available
+        return self.total - self.available
 
     def match(self, held: Held, tokens: Sequence[int]) -> None:
         """Give an empty sequence the stored pages of its longest prefix, short of the last token."""

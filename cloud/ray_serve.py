@@ -11,12 +11,13 @@ controller says that one is stopping, tells its edges to go on elsewhere. Knows 
 import asyncio
 import importlib.util
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.cloud.asgi import Verifier
+from paceline.cloud.backup import TopUp
 from paceline.cloud.engine import Engine
 from paceline.cloud.front import Front
 from paceline.cloud.keys import Keys
@@ -31,7 +32,17 @@ UNASKED = 4  # checks that must have been left out before the controller is aske
 MARGIN = 10.0  # seconds beyond the drain, to notice that it begins and to end
 ROUTER = "ray.serve.experimental.consistent_hash_router"
 
-Load = Callable[[Settings], tuple[Engine, Path | None]]  # the engine, and the file that GET /v1/vocabulary gives out
+
+@dataclass(frozen=True)
+class Loaded:
+    """A target with the file that GET /v1/vocabulary gives out, and what drafts beside it."""
+
+    engine: Engine
+    vocabulary: Path | None = None
+    top_ups: Sequence[TopUp] = ()
+
+
+Load = Callable[[Settings], Loaded]
 
 
 @dataclass(frozen=True)
@@ -57,10 +68,12 @@ class Replica:
     """One verifier; Ray makes it, asks for its health, and hands it the requests."""
 
     def __init__(self, settings: Settings, load: Load) -> None:
-        engine, vocabulary = load(settings)
+        loaded = load(settings)
         self._settings, self._thread = settings, OneThread("engine")
-        house = house_of(settings, engine, vocabulary, self._thread)
-        self._app = Verifier(Front(house, vocabulary, Keys(settings.keys) if settings.keys is not None else None))
+        house = house_of(settings, loaded.engine, loaded.vocabulary, self._thread, loaded.top_ups)
+        self._app = Verifier(
+            Front(house, loaded.vocabulary, Keys(settings.keys) if settings.keys is not None else None)
+        )
         self._watch = Watch(stopping, time.monotonic)
         self._leaving: asyncio.Task[None] | None = None
 
@@ -122,6 +135,10 @@ def verifiers(settings: Settings, load: Load, scale: Scale) -> Any:
     """
     if settings.tls_certificate is not None:
         raise PacelineError("tls_certificate: Ray's proxy is what listens; TLS is its own or that of a proxy in front")
+    if settings.engine == "vllm":
+        raise PacelineError(
+            "engine: vllm is a server of its own, started by `paceline cloud`; a replica runs another one"
+        )
     try:
         from ray import serve
         from ray.serve.config import AutoscalingConfig
@@ -148,8 +165,15 @@ def verifiers(settings: Settings, load: Load, scale: Scale) -> Any:
 
 
 def _router(affinity: bool) -> dict[str, Any]:
-    if not affinity or importlib.util.find_spec(ROUTER) is None:
+    if not affinity or not _exists(ROUTER):
         return {}
     from ray.serve.config import RequestRouterConfig
 
     return {"request_router_config": RequestRouterConfig(request_router_class=f"{ROUTER}.ConsistentHashRouter")}
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False

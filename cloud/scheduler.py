@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Protocol, TypeVar
 
 from paceline.cloud.backup import Grown, Stub, TopUp
-from paceline.cloud.engine import Engine, Mask, Work
+from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count
@@ -167,6 +168,11 @@ class Scheduler:
         """Is something drafted here that takes time? Then it is not worth waiting for an edge's nodes."""
         return any(top_up.backup.seconds > 0 for top_up in self._top_ups)
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """The engine's KV cache by now."""
+        return blocks_of(self.engine)
+
     def wake(self) -> None:
         """Something arrived that may make a session ready."""
         self._wake.set()
@@ -256,7 +262,7 @@ class Scheduler:
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         """Each session's work. Prompts share one chunk a step, so that a long one stalls nobody for long."""
-        room, batch, choosing = self.engine.chunk, [], []
+        room, shares, choosing = self.engine.chunk, list[tuple[Seat, tuple[int, ...]]](), dict[Seat, None]()
         for seat in seats:
             assert seat.handle is not None
             missing = seat.session.after(self.engine.length(seat.handle))
@@ -266,12 +272,11 @@ class Scheduler:
                 continue
             if len(taken) > 1:
                 room -= len(taken)
-            choose = len(taken) == len(missing)
-            if choose:
-                choosing.append(seat)
-            batch.append((seat, self._work(seat, taken, choose)))
-        plans = self._share_width(choosing, sum(len(w.tokens) for _, w in batch))
-        return [(s, _with_plan(w, plans[s]) if s in plans else w) for s, w in batch]
+            if len(taken) == len(missing):
+                choosing[seat] = None
+            shares.append((seat, taken))
+        plans = self._share_width(list(choosing), sum(len(tokens) for _, tokens in shares))
+        return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
         """The nodes that pay for their rows, the likeliest of all sessions first.
@@ -281,24 +286,25 @@ class Scheduler:
         Where many share, none offers more than a few times its part: looking through a large tree costs everybody time.
         """
         most = min(self.width, max(OFFER * self.width // max(len(seats), 1), LEAST_OFFER))
-        offers = {seat: seat.session.plan(most) for seat in seats}
+        offers = {seat: seat.session.likeliest(most) for seat in seats}
         reach = []
-        for seat, plan in offers.items():
-            doubt, tree = seat.doubt, seat.session.tree
-            reach += [(tree.reach(n) + doubt, seat) for n in plan.nodes]
-        reach.sort(key=lambda r: -r[0])
+        for seat, nodes in offers.items():
+            doubt = seat.doubt
+            reach += [(r + doubt, seat) for r in seat.session.tree.reaches(nodes)]
+        reach.sort(key=itemgetter(0), reverse=True)
         gains = [r for r, _ in reach[: self.width]]
         count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
         taken = dict.fromkeys(offers, 0)
         for _, seat in reach[:count]:
             taken[seat] += 1
-        return {s: offers[s] if n == len(offers[s].nodes) else s.session.plan(n) for s, n in taken.items()}
+        return {s: s.session.plan_of(offers[s][:n]) for s, n in taken.items()}
 
-    def _work(self, seat: Seat, tokens: tuple[int, ...], choose: bool) -> Work:
-        s = seat.session
+    def _work(self, seat: Seat, tokens: tuple[int, ...], plan: Plan | None) -> Work:
+        """`plan` None: a chunk of a prompt."""
+        s, choose = seat.session, plan is not None
         assert seat.handle is not None
         mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
-        return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, choose, mask)
+        return Work(seat.handle, tokens, plan or Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
     def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
         if seat.gone or result is None:
@@ -308,12 +314,14 @@ class Scheduler:
             return
         tree, walked = seat.session.tree, {plan.nodes[i] for i in result.accepted}
         own = seat.own = {n for n in seat.own if n != tree.root and tree.state(n) is State.LIVE}
-        promised = sum(math.exp(tree.reach(node)) for node in plan.nodes if node not in own)
+        sent = [n for n in plan.nodes if n not in own] if own else plan.nodes
+        promised = sum(map(math.exp, tree.reaches(sent)))
         seat.learn(promised, len(walked - own))
         for grown in seat.grown:
             grown.learn(tree.root, plan.nodes, walked)
         seat.grown = []
-        plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+        if own:
+            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
         commit = seat.session.apply(plan, result, step)
         seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
@@ -337,10 +345,6 @@ def _draft(
     top_up: TopUp, stubs: Sequence[Stub], verify: float, session: CloudSession, sessions: int
 ) -> list[list[tuple[int, float]]]:
     return [top_up.draft(stub, verify, session.stop_ids, sessions) for stub in stubs]
-
-
-def _with_plan(work: Work, plan: Plan) -> Work:
-    return replace(work, plan=plan)
 
 
 def _mask(constraint: Constraint, committed: tuple[int, ...], walked: Sequence[int]) -> Mask:

@@ -48,17 +48,19 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
     raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
 
 
-def load_backup(settings: Settings, engine: Engine, draft: Path | None) -> list[TopUp]:
-    """What drafts where an edge's tree holds too little. Raises PacelineError if the draft is for another target."""
+def load_backup(settings: Settings, engine: Engine, draft: Callable[[], Path]) -> list[TopUp]:
+    """What drafts where an edge's tree holds too little; `draft` is asked for its file only if a model is to.
+
+    Raises PacelineError if the draft is for another target.
+    """
     found = list[TopUp]()
     if settings.backup in ("draft", "both"):
         try:
             from paceline.cloud.llama_backup import DraftBackup
         except ModuleNotFoundError as e:
             raise PacelineError(f"a backup draft needs {e.name}: pip install 'paceline[cloud-llamacpp]'") from None
-        assert draft is not None
         context, layers = max(settings.context, CELLS), settings.gpu_layers
-        model = DraftBackup(draft, engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
+        model = DraftBackup(draft(), engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
         found.append(TopUp(model))
     if settings.backup in ("ngram", "both"):
         found.append(TopUp(Ngram()))
@@ -121,8 +123,7 @@ async def serve(
     if settings.tls_certificate is not None:
         tls = tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
     server = await start(house, settings.host, settings.port, vocabulary, keys=keys, tls=tls)
-    stepping = asyncio.create_task(house.scheduler.run())
-    trimming = asyncio.create_task(keep_small())
+    stepping, tidying = asyncio.create_task(house.scheduler.run()), asyncio.create_task(keep_small())
     stop = Stop()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
@@ -135,10 +136,10 @@ async def serve(
     await asyncio.wait([stepping, asyncio.create_task(stop.asked.wait())], return_when=asyncio.FIRST_COMPLETED)
     await drain(house, stop.now, settings.drain_timeout)
     server.close()
-    trimming.cancel()
-    stepping.cancel()
-    with suppress(asyncio.CancelledError):
-        await stepping
+    for task in (stepping, tidying):
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
     await server.wait_closed()
     thread.close()
     if house.spans is not None:

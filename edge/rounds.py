@@ -42,8 +42,7 @@ def chain_below(tree: Tree, top: int, length: int) -> list[int]:
     chain: list[int] = []
     node = top
     while len(chain) < length and (below := tree.children(node)):
-        node = max(below, key=lambda c: (tree.weight(c), -c))
-        chain.append(node)
+        chain.append(node := below[0])
     return chain
 
 
@@ -89,7 +88,7 @@ class Rounds:
         for k, count in enumerate(fan_out(len(chain), self.outcomes, self.acceptance)):
             node = chain[k - 1] if k else tree.root
             ahead = chain[k] if k < len(chain) else None
-            guesses = sorted((c for c in tree.children(node) if c != ahead), key=lambda c: (-tree.weight(c), c))
+            guesses = [c for c in tree.children(node) if c != ahead]
             for guess in guesses[:count]:
                 branch = [guess, *chain_below(tree, guess, length)]
                 if len(branch) <= length and branch[-1] in runnable:

@@ -105,15 +105,21 @@ class CloudSession:
 
     def plan(self, width: int) -> Plan:
         """The likeliest connected subtree of at most `width` nodes. Its leaves stop short of `max_tokens`."""
+        return self.plan_of(self.likeliest(width))
+
+    def likeliest(self, width: int) -> list[int]:
+        """The nodes of `plan`, the likeliest first."""
         deepest = min(self.max_tokens, len(self.committed) + MAX_COMMIT) - 1  # the target's own token comes after it
-        nodes = self.tree.best(width, exclude_from=deepest)
+        return self.tree.likeliest(width, exclude_from=deepest)
+
+    def plan_of(self, likeliest: Sequence[int]) -> Plan:
+        """The plan with these nodes: as many of `likeliest` as are wanted, from its first one on."""
+        nodes = self.tree.depth_first(likeliest)
         index = {node: i for i, node in enumerate(nodes)}
-        parents = tuple(index.get(self.tree.parent(node), -1) for node in nodes)
+        parents = tuple(index.get(parent, -1) for parent in self.tree.parents(nodes))
         drawn = self.intake.draws
         draws = tuple(drawn.get(node) for node in nodes) if drawn else ()
-        return Plan(
-            tuple(nodes), tuple(map(self.tree.token, nodes)), parents, len(self.committed), len(self.tree), draws
-        )
+        return Plan(tuple(nodes), tuple(self.tree.tokens(nodes)), parents, len(self.committed), len(self.tree), draws)
 
     def apply(self, plan: Plan, walk: Walk, step: float = 0.0) -> Commit:
         """Commit what the target chose in a step that took `step` seconds; ends the session where it must end."""

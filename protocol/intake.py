@@ -65,9 +65,12 @@ class Intake:
         token = max(max(tokens) for tokens in (draft.tokens, *(p.tokens for p in draft.proposals)) if tokens)
         if token >= self._limits.vocabulary:
             raise ProtocolError(Code.BAD_TOKEN, f"draft: token {token} is not in the vocabulary", sid)
-        for number, back in enumerate(draft.parents, draft.first):
-            if back > number:
-                raise ProtocolError(Code.BAD_PARENT, f"draft: node {number} has its parent {back} numbers back", sid)
+        if max(draft.parents) > draft.first:
+            for number, back in enumerate(draft.parents, draft.first):
+                if back > number:
+                    raise ProtocolError(
+                        Code.BAD_PARENT, f"draft: node {number} has its parent {back} numbers back", sid
+                    )
         if draft.proposals and (fault := self._fault(draft)):
             raise ProtocolError(Code.BAD_PROPOSAL, f"draft: {fault}", sid)
 
@@ -112,7 +115,7 @@ class Intake:
             if kept:
                 self.written[number] = length + 1
         else:
-            kept = welcome and self._grow(number, self._parent(draft, i), token, log_probability, draw)
+            kept = welcome and self._grow(number, self._parent(draft, i, length), token, log_probability, draw)
         self._counters.stale += not kept
 
     def _length_before(self, draft: Draft, i: int) -> int | None:
@@ -128,15 +131,15 @@ class Intake:
             return None
         return self._tree.position(node) + 1
 
-    def _parent(self, draft: Draft, i: int) -> int | None:
-        """The node that node i of a draft is to grow on: the root, where its parent is the end of the text."""
-        if self._length_before(draft, i) is not None:
+    def _parent(self, draft: Draft, i: int, length: int | None) -> int | None:
+        """The node that node i of a draft is to grow on: the root, where its parent is the end of the text, of that `length`."""
+        if length is not None:
             return self._tree.root
         return self.nodes.get(draft.first + i - draft.parents[i])
 
     def _welcomes(self, draft: Draft, at: int, drawn: Sequence[Draw]) -> bool:
         """May these draws, the nodes from `at` on, become children of their parent? As its first, or where they are already."""
-        parent = self._parent(draft, at)
+        parent = self._parent(draft, at, self._length_before(draft, at))
         if parent is None or self._tree.state(parent) is not State.LIVE:
             return False
         held = self._tree.children(parent)

@@ -5,10 +5,11 @@ committed and drops what disagrees, `best` picks a connected subtree for verific
 never reused, parents always come before children. Knows nothing about messages, models or who is at which end.
 """
 
-import heapq
 import math
-from collections.abc import Iterator, Sequence
+from bisect import insort
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
+from heapq import heappop, heappush
 
 
 class State(IntEnum):
@@ -27,7 +28,7 @@ class Tree:
         self._position: list[int] = []
         self._weight: list[float] = []
         self._state: list[State] = []
-        self._children: list[list[int]] = []
+        self._children: list[list[int] | None] = []  # likeliest first, of equal ones the oldest; None: no list is kept
         self.root = self._append(-1, root_token, root_position, 0.0)
         self._live = 1
 
@@ -48,12 +49,21 @@ class Tree:
     def parent(self, node: int) -> int:
         return self._parent[node - self._first]
 
+    def tokens(self, nodes: Iterable[int]) -> list[int]:
+        first, tokens = self._first, self._token
+        return [tokens[node - first] for node in nodes]
+
+    def parents(self, nodes: Iterable[int]) -> list[int]:
+        first, parents = self._first, self._parent
+        return [parents[node - first] for node in nodes]
+
     def weight(self, node: int) -> float:
         """Log-probability that the target walks from the root's start of counting to this node (see `reach`)."""
         return self._weight[node - self._first]
 
     def children(self, node: int) -> Sequence[int]:
-        return self._children[node - self._first]
+        """The likeliest first; of equally likely ones the oldest."""
+        return self._children[node - self._first] or ()
 
     def state(self, node: int) -> State:
         """State of a node; those so old that they were let go are DEAD."""
@@ -61,7 +71,7 @@ class Tree:
 
     def child(self, node: int, token: int) -> int | None:
         first, tokens = self._first, self._token
-        for c in self._children[node - first]:
+        for c in self._children[node - first] or ():
             if tokens[c - first] == token:
                 return c
         return None
@@ -70,21 +80,41 @@ class Tree:
         """Log-probability that the target walks through `node`, given that it stands at the root."""
         return self.weight(node) - self.weight(self.root)
 
+    def reaches(self, nodes: Iterable[int]) -> list[float]:
+        """`reach` of each node."""
+        first, weights = self._first, self._weight
+        at_root = weights[self.root - first]
+        return [weights[node - first] - at_root for node in nodes]
+
     def add(self, parent: int, token: int, log_probability: float = 0.0) -> int:
         """A new child of a live node; `log_probability` is that of taking it once its parent was taken."""
-        assert self.state(parent) is State.LIVE, "children grow on live nodes only"
+        first, weights = self._first, self._weight
+        at = parent - first
+        assert at >= 0, "children grow on live nodes only"
+        assert self._state[at] is State.LIVE, "children grow on live nodes only"
         assert log_probability > -math.inf, "a weight of -inf would make every sum below it meaningless"
-        weight = self.weight(parent) + min(log_probability, 0.0)
-        node = self._append(parent, token, self.position(parent) + 1, weight)
-        self._children[parent - self._first].append(node)
+        weight = weights[at] + min(log_probability, 0.0)
+        node = self._append(parent, token, self._position[at] + 1, weight)
+        siblings = self._children[at]
+        if siblings is None:
+            self._children[at] = [node]
+        elif weight <= weights[siblings[-1] - first]:
+            siblings.append(node)
+        else:
+            insort(siblings, node, key=lambda c: -weights[c - first])
         self._live += 1
         return node
 
     def reweigh(self, node: int, log_probability: float) -> None:
         """Another opinion of taking `node` once its parent was taken; what hangs below it moves along."""
-        shift = self.weight(self.parent(node)) + min(log_probability, 0.0) - self.weight(node)
+        first, weights = self._first, self._weight
+        parent = self.parent(node)
+        shift = self.weight(parent) + min(log_probability, 0.0) - self.weight(node)
         for below in self.subtree(node):
-            self._weight[below - self._first] += shift
+            weights[below - first] += shift
+        siblings = self._children[parent - first]
+        assert siblings, "a node is a child of its parent"
+        siblings.sort(key=lambda c: (-weights[c - first], c))
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
         """Move the root along committed `tokens`. Returns the nodes that were walked through, in order.
@@ -123,25 +153,37 @@ class Tree:
     def best(self, limit: int, exclude_from: int | None = None) -> list[int]:
         """The connected subtree of at most `limit` nodes below the root with the largest summed probability.
 
-        Weights never rise along a path, so best-first search finds it. Nodes at text positions from `exclude_from` on
-        are left out. The order is depth first, likeliest child first: the likeliest chain comes first, in one piece.
+        Nodes at text positions from `exclude_from` on are left out. The order is depth first, likeliest child first: the
+        likeliest chain comes first, in one piece.
         """
-        first, weights, positions = self._first, self._weight, self._position
-        chosen: list[int] = []
-        heap = [(0.0, self.root)]
-        while heap and len(chosen) <= limit:
-            node = heapq.heappop(heap)[1]
-            chosen.append(node)
-            if exclude_from is None or positions[node - first] + 1 < exclude_from:
-                for c in self._children[node - first]:
-                    heapq.heappush(heap, (-weights[c - first], c))
-        return self._depth_first(chosen)
+        return self.depth_first(self.likeliest(limit, exclude_from))
 
-    def _depth_first(self, chosen: Sequence[int]) -> list[int]:
-        """`chosen`, likeliest first and beginning with the root, in the order that `best` promises; without the root."""
-        below: dict[int, list[int]] = {node: [] for node in chosen}
-        for node in chosen[:0:-1]:  # unlikely ones first: the stack turns them round
-            below[self._parent[node - self._first]].append(node)
+    def likeliest(self, limit: int, exclude_from: int | None = None) -> list[int]:
+        """The nodes of `best`, the likeliest first; as many of the first ones as one likes are connected, too.
+
+        Weights never rise along a path, so best-first search finds them. A child waits for its likelier siblings: what a node
+        has of children that are not taken costs nothing.
+        """
+        first, weights, positions, children = self._first, self._weight, self._position, self._children
+        chosen = list[int]()
+        heap: list[tuple[float, int, Sequence[int], int]] = [(0.0, self.root, (self.root,), 0)]
+        while heap and len(chosen) <= limit:
+            _, node, siblings, place = heappop(heap)  # its place among its siblings
+            chosen.append(node)
+            if (place := place + 1) < len(siblings):
+                after = siblings[place]
+                heappush(heap, (-weights[after - first], after, siblings, place))
+            below = children[node - first]
+            if below and (exclude_from is None or positions[node - first] + 1 < exclude_from):
+                heappush(heap, (-weights[below[0] - first], below[0], below, 0))
+        return chosen[1:]
+
+    def depth_first(self, chosen: Sequence[int]) -> list[int]:
+        """Nodes of a connected subtree, given likeliest first, in the order that `best` promises."""
+        first, parents = self._first, self._parent
+        below: dict[int, list[int]] = {node: [] for node in (self.root, *chosen)}
+        for node in reversed(chosen):  # unlikely ones first: the stack turns them round
+            below[parents[node - first]].append(node)
         out, stack = [], below[self.root]
         while stack:
             out.append(node := stack.pop())
@@ -154,8 +196,8 @@ class Tree:
         self._position.append(position)
         self._weight.append(weight)
         self._state.append(State.LIVE)
-        self._children.append([])
-        return self.next_id - 1
+        self._children.append(None)
+        return self._first + len(self._parent) - 1
 
     def _move_root(self, new: int, walked: Sequence[int]) -> None:
         """What the walk left aside dies; the way to the new root is committed. Costs what dies, not what lives."""
@@ -164,25 +206,30 @@ class Tree:
                 break
             self._state[node - self._first] = State.COMMITTED
             self._live -= 1
-            for c in self._children[node - self._first]:
-                if c != follower:
-                    self._kill(c)
+            self._kill([c for c in self._children[node - self._first] or () if c != follower])
         self.root = new
 
-    def _kill(self, top: int) -> None:
-        for node in self.subtree(top):
-            self._state[node - self._first] = State.DEAD
-            self._live -= 1
+    def _kill(self, tops: list[int]) -> None:
+        """These, of which the list is used up, and all below them."""
+        first, states, children, stack = self._first, self._state, self._children, tops
+        count = 0
+        while stack:
+            at = stack.pop() - first
+            states[at] = State.DEAD
+            count += 1
+            if (below := children[at]) is not None:
+                stack += below
+        self._live -= count
 
     def forget(self, before_position: int) -> None:
         """Let go of the leading nodes that are not live and whose position lies before `before_position`."""
         n = 0
-        while (
-            n < len(self._state)
-            and self._state[n] is not State.LIVE
-            and (self._state[n] is State.DEAD or self._position[n] < before_position)
-        ):
+        for state, position in zip(self._state, self._position, strict=True):
+            if state is State.LIVE or (state is State.COMMITTED and position >= before_position):
+                break
             n += 1
+        if not n:
+            return
         for column in (self._parent, self._token, self._position, self._weight, self._state, self._children):
             del column[:n]
         self._first += n

@@ -88,7 +88,6 @@ def cloud(
         if settings.tls_certificate is not None:
             tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
         return
-    drafts = settings.backup in ("draft", "both")
     set_up(settings.log_format, settings.log_level)
     if settings.engine == "toy":
         path = None
@@ -109,7 +108,7 @@ def cloud(
         )
         typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
-    top_ups = load_backup(settings, loaded, backup_of(settings.model, settings.backup_draft) if drafts else None)
+    top_ups = load_backup(settings, loaded, lambda: backup_of(settings.model, settings.backup_draft))
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

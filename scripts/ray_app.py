@@ -11,9 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from paceline.cloud.engine import Engine
-from paceline.cloud.ray_serve import Scale, verifiers
-from paceline.cloud.serve import load_engine
+from paceline.cloud.ray_serve import Loaded, Scale, verifiers
+from paceline.cloud.serve import load_backup, load_engine
 from paceline.cloud.settings import PREFIX, Settings, effective
 from paceline.protocol.errors import PacelineError
 from pydantic import TypeAdapter, ValidationError
@@ -41,14 +40,15 @@ def arguments(args: Mapping[str, Any]) -> tuple[Settings, Scale]:
     return effective(given, Path(config) if config else None)[0], scale
 
 
-def load(settings: Settings) -> tuple[Engine, Path | None]:
-    """On the replica's machine: fetch the model where it is not there, and load it."""
+def load(settings: Settings) -> Loaded:
+    """On the replica's machine: fetch the models where they are not there, and load them."""
     from paceline.cloud.logs import set_up
     from paceline.scripts.models import cache_folder, resolve
-    from paceline.scripts.pairs import vocabulary_of
+    from paceline.scripts.pairs import backup_of, vocabulary_of
 
     set_up(settings.log_format, settings.log_level)
-    if settings.engine == "toy":
-        return load_engine(settings, None), None
-    path = resolve(settings.model, cache_folder(), lambda done, total: None)
-    return load_engine(settings, path), vocabulary_of(path)
+    toy = settings.engine == "toy"
+    path = None if toy else resolve(settings.model, cache_folder(), lambda done, total: None)
+    engine = load_engine(settings, path)
+    top_ups = load_backup(settings, engine, lambda: backup_of(settings.model, settings.backup_draft))
+    return Loaded(engine, vocabulary_of(path) if path is not None else None, top_ups)

@@ -8,6 +8,7 @@ from paceline.cloud.backup import TopUp
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.engine import Engine
 from paceline.cloud.engines.toy import ToyEngine
+from paceline.cloud.metrics import exposition, registry
 from paceline.cloud.scheduler import Scheduler
 from paceline.edge.agent import Agent
 from paceline.edge.delay import DelayedChannel
@@ -19,6 +20,7 @@ from paceline.protocol.sampling import History, Sampling, choose
 from paceline.scripts.lab.virtual import MemoryChannel, draft_runner, run_engine
 
 FLOOR = 0.03  # seconds a verification takes
+CACHE = "paceline_kv_cache_"
 
 
 class Verifier:
@@ -69,6 +71,14 @@ class Verifier:
         self.down = True
         self.stepping.cancel()
         await self.cut()
+
+
+def shown(engine: Engine) -> dict[str, float]:
+    """What a verifier with this engine tells Prometheus of its KV cache; the names without their prefix."""
+    house = House(Scheduler(engine, run_engine, float), engine.name, engine.vocabulary, engine.context)
+    lines = exposition(registry(house)).decode().splitlines()
+    pairs = (line.removeprefix(CACHE).split(" ") for line in lines if line.startswith(CACHE))
+    return {name: float(value) for name, value in pairs}
 
 
 def agent_of(

@@ -174,12 +174,25 @@ def scope(**more: Any) -> dict[str, Any]:
     return {"type": "websocket", "path": "/", "headers": [], "subprotocols": [SUBPROTOCOL], **more}
 
 
-async def test_a_server_without_the_denial_extension_closes() -> None:
-    door, _, thread = front()
+async def test_a_server_without_the_denial_extension_closes_and_says_why(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"laptop {KEY} connections=1\n")
+    door, _, thread = front(keys=keys)
+    mine = {"headers": [(b"authorization", f"Bearer {KEY}".encode())]}
+
+    async def refused(**more: Any) -> tuple[int, str]:
+        caller = Caller({"type": "websocket.connect"})
+        await Verifier(door)(scope(**more), caller.receive, caller.send)
+        [message] = caller.sent
+        assert message["type"] == "websocket.close"
+        return message["code"], message["reason"]
+
+    assert await refused() == (1008, "a key is needed: Authorization: Bearer KEY")
+    assert await refused(**mine, subprotocols=[]) == (1002, f"the subprotocol here is {SUBPROTOCOL}")
+    door.owner(f"Bearer {KEY}").connections = 1
+    assert await refused(**mine) == (1013, "as many connections as this key may have")
     door.house.drain(1.0)
-    caller = Caller({"type": "websocket.connect"})
-    await Verifier(door)(scope(), caller.receive, caller.send)
-    assert [m["type"] for m in caller.sent] == ["websocket.close"]
+    assert await refused(**mine) == (1013, "going away")
     thread.close()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from paceline.cloud.connection import House
+from paceline.cloud.engine import Blocks
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.metrics import exposition, registry
 from paceline.cloud.scheduler import Scheduler
@@ -166,8 +167,12 @@ def test_what_ray_is_given_are_arguments_of_the_application() -> None:
 # ---- metrics, units, locks
 
 
+class Paged(ToyEngine):
+    blocks = Blocks(1, 4, 16)
+
+
 def metrics() -> set[str]:
-    engine = ToyEngine()
+    engine = Paged()
     house = House(Scheduler(engine, run_engine, float), "toy", engine.vocabulary, 100)
     return {
         line.split("{")[0].split(" ")[0] for line in exposition(registry(house)).decode().splitlines() if line[0] != "#"
@@ -180,7 +185,7 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     for panel in dashboard["panels"]:
         for target in panel["targets"]:
             shown |= set(re.findall(r"paceline_\w+", target["expr"]))
-    assert len(shown) > 12
+    assert len(shown) > 15
     assert shown <= metrics()
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 

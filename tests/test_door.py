@@ -1,11 +1,15 @@
 """The verifier's door: TLS, keys, health, metrics, and how it closes. Real sockets on loopback, the toy target."""
 
 import asyncio
+import gc
 import json
 import logging
 import ssl
 import subprocess
+import threading
 import time
+import weakref
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +24,7 @@ from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start, tls_context
 from paceline.edge.websocket import Address, SocketChannel, ask_model
 from paceline.edge.websocket import _get as get
+from paceline.kernels.heap import keep_small
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import Code, LinkError, PacelineError
 from paceline.protocol.messages import Commit, Error, Goaway, Hello, Open, Opened, Welcome
@@ -131,6 +136,35 @@ async def test_mutual_tls_wants_a_certificate_of_the_edge(certificate: Path) -> 
         await (await greeted(mine, d.house)).close()
         with pytest.raises(LinkError):
             await blocking(ask_model, d.address("wss", authority=certificate))
+
+
+async def test_what_failed_handshakes_leave_is_collected(certificate: Path) -> None:
+    def left() -> int:
+        return sum(type(o) is SSLProtocol for o in gc.get_objects())
+
+    gc.disable()  # nothing else collects
+    collecting = asyncio.create_task(keep_small(0.05))
+    try:
+        async with door(tls=tls_context(certificate, None, None)) as d:
+            await asyncio.sleep(0)
+            ring: list[object] = [threading.Event()]
+            ring.append(ring)
+            known = weakref.ref(ring[0])
+            del ring
+            assert known() is not None
+            for _ in range(3):
+                reader, writer = await asyncio.open_connection("127.0.0.1", d.port)
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
+                await reader.read()
+                writer.close()
+            async with asyncio.timeout(60):
+                while known() is not None or left():  # noqa: ASYNC110 - asked of the collector
+                    await asyncio.sleep(0.01)
+    finally:
+        collecting.cancel()
+        await asyncio.wait([collecting])
+        gc.enable()
+    assert gc.get_freeze_count() == 0
 
 
 def test_files_that_are_no_certificates_are_named(tmp_path: Path, certificate: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from paceline.cloud.connection import Connection, House
+from paceline.cloud.connection import FRAMES_A_TURN, Connection, House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.limits import Admission, Allowance, Bounds, Bucket
 from paceline.cloud.scheduler import ACK_WINDOW, Scheduler
@@ -241,6 +241,19 @@ def test_frames_are_read_no_faster_than_agreed_and_none_is_lost() -> None:
         assert [p.time for p in edge.of(Pong)] == [float(i) for i in range(500)]
 
     at(Bounds(messages_a_second=100), talk)
+
+
+def test_an_edge_that_sends_much_at_once_takes_turns_with_the_others() -> None:
+    async def talk(place: Place) -> None:
+        loud, quiet = Edge(place), Edge(place)
+        await asyncio.sleep(FLOOR)
+        loud.send(*(Ping(0.0) for _ in range(1000)))
+        quiet.send(Ping(0.0))
+        while not quiet.of(Pong):  # noqa: ASYNC110 - turn by turn
+            await asyncio.sleep(0)
+        assert loud.channel.other._in.qsize() > 1000 - 4 * FRAMES_A_TURN, "the rest has not been read yet"
+
+    at(Bounds(), talk)
 
 
 def test_a_connection_without_frames_ends() -> None:

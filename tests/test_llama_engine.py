@@ -14,6 +14,7 @@ from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
 from paceline.protocol.sampling import Sampling
 from plain_llama import PlainModel
+from rig import shown
 
 Rows = dict[int, npt.NDArray[np.float32]]  # absolute position of the chosen token -> the logits it was chosen from
 GREEDY = Sampling()
@@ -259,6 +260,15 @@ def test_many_steps_leave_no_cell_behind(load, story) -> None:
             step(engine, handle, sequence, plan([300 + i] * 3, range(-1, 2)))
         assert sequence == prompt + text[: len(sequence) - len(prompt)]
         engine.close(handle)
+
+
+def test_the_cache_is_told_in_slots_that_sessions_hold(load) -> None:
+    engine = load(context=40, slots=3)
+    handles = [engine.open([1, 2]), engine.open([3, 4])]
+    assert shown(engine) == {"usage_perc": 2 / 3, "used_blocks": 2, "total_blocks": 3, "block_tokens": 40}
+    for handle in handles:
+        engine.close(handle)
+    assert shown(engine)["used_blocks"] == 0
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [

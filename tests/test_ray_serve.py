@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 from paceline.cloud import ray_serve
-from paceline.cloud.engine import Engine
 from paceline.cloud.engines.toy import ToyEngine
-from paceline.cloud.ray_serve import CHECK_SECONDS, UNASKED, Replica, Scale, Watch, verifiers
+from paceline.cloud.ray_serve import CHECK_SECONDS, UNASKED, Loaded, Replica, Scale, Watch, verifiers
 from paceline.cloud.scheduler import Seat
 from paceline.cloud.settings import Settings
+from paceline.protocol.codec import encode
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.messages import Goaway, Message
+from paceline.protocol.messages import Goaway, Hello, Message, Open
+from paceline.protocol.sampling import Sampling
 from paceline.scripts.ray_app import arguments, load
-from test_asgi import Caller, until
+from test_asgi import Caller, scope, until
 
 
 class Clock:
@@ -70,8 +71,8 @@ class Visitor:
         raise AssertionError("nobody resumes here")
 
 
-def toy(settings: Settings) -> tuple[Engine, Path | None]:
-    return ToyEngine(context=settings.context), None
+def toy(settings: Settings) -> Loaded:
+    return Loaded(ToyEngine(context=settings.context))
 
 
 async def test_a_replica_that_leaves_tells_its_edges_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +102,35 @@ async def test_a_replica_that_leaves_tells_its_edges_and_takes_no_more(monkeypat
         await replica.check_health()
 
 
+async def test_a_replica_has_the_backup_that_the_settings_name() -> None:
+    app = Replica(arguments({"engine": "toy", "backup": "ngram"})[0], load).__serve_build_asgi_app__()
+    life, edge = Caller({"type": "lifespan.startup"}), Caller({"type": "websocket.connect"})
+    own = app.front.house.vocabulary
+    for message in (
+        Hello(versions=(1,), vocabulary="toy", vocabulary_size=own.size, fingerprint=own.fingerprint),
+        Open(sid=1, prompt=(1,), sampling=Sampling(), max_tokens=400),  # the toy's greedy text soon repeats itself
+    ):
+        edge.inbox.put_nowait({"type": "websocket.receive", "bytes": encode(message)})
+    tasks = [
+        asyncio.create_task(app({"type": "lifespan"}, life.receive, life.send)),
+        asyncio.create_task(app(scope(), edge.receive, edge.send)),
+    ]
+    figures = app.front.house.scheduler.figures
+    await until(lambda: figures.tokens == 400)
+    assert figures.verified > 0, "nobody else drafts here"
+    edge.inbox.put_nowait({"type": "websocket.disconnect"})
+    life.inbox.put_nowait({"type": "lifespan.shutdown"})
+    await asyncio.gather(*tasks)
+
+
 def test_arguments_are_settings_and_scale() -> None:
     settings, scale = arguments({"engine": "toy", "slots": "3", "min_replicas": "2", "gpus": 0.5, "affinity": "false"})
     assert (settings.engine, settings.slots) == ("toy", 3)
     assert (scale.min_replicas, scale.gpus, scale.affinity) == (2, 0.5, False)
-    engine, vocabulary = load(settings)
-    assert engine.name == ToyEngine().name
-    assert vocabulary is None
+    loaded = load(settings)
+    assert loaded.engine.name == ToyEngine().name
+    assert loaded.vocabulary is None
+    assert not loaded.top_ups
     for wrong, said in (
         ({"slot": 3}, "no setting 'slot'"),
         ({"slots": 0}, "slots"),
@@ -118,7 +141,15 @@ def test_arguments_are_settings_and_scale() -> None:
             arguments(wrong)
 
 
+@pytest.mark.parametrize("router", ["json.router", "json.decoder.router", "json.routers.consistent"])
+def test_a_ray_without_the_router_goes_without_it(router: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_serve, "ROUTER", router)
+    assert ray_serve._router(affinity=True) == {}
+
+
 def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="vllm"):
+        verifiers(Settings(engine="vllm"), toy, Scale())
     with pytest.raises(PacelineError, match="tls_certificate"):
         verifiers(Settings(tls_certificate=tmp_path), toy, Scale())
     if importlib.util.find_spec("ray") is None:

@@ -59,7 +59,9 @@ def test_chances_follow_what_happened() -> None:
 def test_reweigh_moves_what_hangs_below() -> None:
     tree = Tree(0)
     a = tree.add(tree.root, 1, math.log(0.5))
-    b = tree.add(a, 2, math.log(0.5))
+    b, c = tree.add(a, 2, math.log(0.5)), tree.add(tree.root, 3, math.log(0.6))
+    assert [*tree.children(tree.root)] == [c, a]
     tree.reweigh(a, math.log(0.9))
+    assert [*tree.children(tree.root)] == [a, c]
     assert tree.reach(a) == pytest.approx(math.log(0.9))
     assert tree.reach(b) == pytest.approx(math.log(0.45))

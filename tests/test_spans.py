@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from paceline.cloud import asgi
 from paceline.cloud.connection import Connection
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.settings import Settings
@@ -19,6 +20,7 @@ from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.kills import running
 from paceline.scripts.lab.virtual import MemoryChannel, run
 from rig import Verifier
+from test_asgi import Caller, front
 
 trace = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install 'paceline[otel]'")
 PROMPT = (9, 8, 7, 6, 5)
@@ -74,6 +76,21 @@ def test_a_span_never_holds_what_was_written() -> None:
         assert all(isinstance(v, int | str) for v in span.attributes.values())
         assert not span.events
         assert not any(str(list(PROMPT))[1:-1] in str(v) for v in span.attributes.values())
+
+
+async def test_an_application_sends_its_last_spans_before_it_ends() -> None:
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    door, _, thread = front()
+    memory, life = InMemorySpanExporter(), Caller({"type": "lifespan.startup"}, {"type": "lifespan.shutdown"})
+    spans = door.house.spans = Spans.exporting(BatchSpanProcessor(memory, schedule_delay_millis=3_600_000))
+    spans.came("1", "laptop")
+    spans.went("1")
+    assert not memory.get_finished_spans()
+    await asgi.Verifier(door)({"type": "lifespan"}, life.receive, life.send)
+    assert [span.name for span in memory.get_finished_spans()] == ["connection"]
+    thread.close()
 
 
 def test_without_the_library_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

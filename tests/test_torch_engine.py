@@ -21,7 +21,7 @@ from paceline.protocol.errors import EngineError
 from paceline.protocol.messages import Commit, Hello, Open
 from paceline.protocol.sampling import History, Sampling
 from paceline.scripts.lab.virtual import run
-from rig import Verifier
+from rig import Verifier, shown
 from small_models import write_folder
 from trees import generate, random_plan
 
@@ -191,6 +191,19 @@ def test_pages_of_gone_edges_are_free_within_a_second(make: Make) -> None:
         return waits
 
     assert len(run(main())) == 100
+
+
+def test_the_cache_is_told_in_pages_that_sessions_hold(make: Make) -> None:
+    engine = make(pages=8)
+    assert shown(engine) == {"usage_perc": 0, "used_blocks": 0, "total_blocks": 8, "block_tokens": PAGE}
+    text = words(8, PAGE + 5)
+    handles = [engine.open(()), engine.open(())]
+    engine.verify([Work(h, tuple(text), Plan(), GREEDY) for h in handles])
+    assert shown(engine)["used_blocks"] == 3, "the page that both begin with is counted once"
+    assert shown(engine)["usage_perc"] == 3 / 8
+    for handle in handles:
+        engine.close(handle)
+    assert shown(engine)["used_blocks"] == 0, "what is kept for prefixes is free"
 
 
 # ---- shared prefixes

@@ -70,6 +70,9 @@ def check(tree: Tree, model: Model, everyone: set[int]) -> None:
         assert tuple(map(tree.token, tree.path(node))) == path
         assert tree.position(node) == len(model.text) + len(path) - 1
         assert tree.reach(node) == pytest.approx(model.reach(path))
+    for node in live:
+        children = tree.children(node)
+        assert sorted(children, key=lambda c: (-tree.weight(c), c)) == [*children]
     for limit in (0, 1, 3, 1000):
         check_best(tree, model, limit, None)
         check_best(tree, model, limit, len(model.text) + 2)
@@ -77,7 +80,10 @@ def check(tree: Tree, model: Model, everyone: set[int]) -> None:
 
 def check_best(tree: Tree, model: Model, limit: int, exclude_from: int | None) -> None:
     """Connected, depth first, likeliest child first, and with the largest sum that greedy growth over all nodes can find."""
-    best = tree.best(limit, exclude_from)
+    best, likeliest = tree.best(limit, exclude_from), tree.likeliest(limit, exclude_from)
+    assert set(best) == set(likeliest)
+    assert sorted(likeliest, key=lambda n: (-tree.weight(n), n)) == likeliest
+    assert tree.reaches(likeliest) == [tree.reach(n) for n in likeliest]
     allowed = {
         p: v for p, v in model.nodes.items() if exclude_from is None or len(model.text) + len(p) - 1 < exclude_from
     }

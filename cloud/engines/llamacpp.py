@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from paceline.cloud.engine import Logits, Work, walk
+from paceline.cloud.engine import Blocks, Logits, Work, walk
 from paceline.kernels.llama import Context, Model
 from paceline.kernels.threads import default_threads
 from paceline.protocol.cloud_session import Plan, Walk
@@ -85,6 +85,11 @@ class LlamaEngine:
 
     def close(self, handle: int) -> None:
         self._slots[handle].busy = False
+
+    @property
+    def blocks(self) -> Blocks:
+        """Slots: each is the whole context of one sequence, so what a short one leaves of it is of no use to others."""
+        return Blocks(sum(slot.busy for slot in self._slots), self._limit, self.context)
 
     def shut(self) -> None:
         """Free everything; the engine is not used afterwards."""

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from paceline.cloud.architecture import Config
 from paceline.cloud.batch import Batch, Share, choices, forest, lay_out
-from paceline.cloud.engine import Logits, Work
+from paceline.cloud.engine import Blocks, Logits, Work
 from paceline.cloud.engine import walk as walk_on_host
 from paceline.cloud.kv import Cache
 from paceline.cloud.logprobs import top_logprobs
 from paceline.cloud.model import Rows, Weights, forward
 from paceline.kernels.choice import Paths
-from paceline.kernels.layout import Layout, prefix_slots
+from paceline.kernels.layout import PAGE, Layout, prefix_slots
 from paceline.kernels.suite import Suite
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import EngineError
@@ -99,6 +99,12 @@ class TorchEngine:
 
     def close(self, handle: int) -> None:
         self.cache.close(handle)
+
+    @property
+    def blocks(self) -> Blocks:
+        """Pages of the cache; one that several sequences share is counted once."""
+        pages = self.cache.pages
+        return Blocks(pages.in_use, pages.total, PAGE)
 
     @torch.inference_mode()
     def verify(self, batch: Sequence[Work]) -> list[Outcome]:

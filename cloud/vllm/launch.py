@@ -18,7 +18,18 @@ from paceline.protocol.errors import PacelineError
 WIDTH = 8  # tokens of a drafted chain where nobody says
 DRAFTER = "paceline.cloud.vllm.drafter.Drafter"
 _OURS = ("--speculative-config", "--speculative_config", "-sc", "--api-server-count", "--async-scheduling")
-_FOREIGN = {"verify_floor": 0.0, "exact": False, "quant": None, "gpu_layers": 0, "threads": None}
+_FOREIGN = {
+    "verify_floor": 0.0,
+    "exact": False,
+    "quant": None,
+    "gpu_layers": 0,
+    "threads": None,
+    "device": "auto",
+    "keep_order": True,
+    "backup": "none",
+    "backup_draft": None,
+    "otel": False,
+}
 
 
 def launch(settings: Settings, model: Path) -> NoReturn:

@@ -37,6 +37,7 @@ class Requests:
 
     floor = 0.0
     drafts = rejects = False
+    blocks = None  # vLLM tells of its cache by itself, on the same page of metrics
 
     def __init__(self, generate: Generate, mailbox: Mailbox, clock: Callable[[], float], width: int) -> None:
         self.width, self.figures = width, Figures()

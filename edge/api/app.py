@@ -93,10 +93,10 @@ async def _model(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    """200 while answers can be had, 503 while the verifier is away and the draft may not answer alone."""
+    """200 while answers can be had, 503 while the verifier is away and no draft may answer alone."""
     service: Service = request.app.state.service
     link = service.agent.link
-    up, alone = link.state is State.UP, service.alone and link.state is not State.REFUSED
+    up, alone = link.state is State.UP, service.answers_alone and link.state is not State.REFUSED
     status = "ok" if up else "draft alone" if alone else "no verifier"
     body = {"status": status, "link": link.state.value, "model": service.model}
     return JSONResponse(body if up else body | {"reason": link.last_error}, 200 if up or alone else 503)

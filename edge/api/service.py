@@ -58,6 +58,11 @@ class Service:
         assert link.welcome is not None
         return link.welcome
 
+    @property
+    def answers_alone(self) -> bool:
+        """Whether the draft may answer by itself, and still can: one that failed for good is gone from the agent."""
+        return self.alone and self.agent.draft is not None
+
     async def writer(self) -> tuple[Writer, Welcome]:
         """Who answers now, and within which bounds. Raises ApiError (502, 503) where there is nobody."""
         try:

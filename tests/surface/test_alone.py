@@ -1,5 +1,6 @@
 """The local server while the verifier is away and the draft may answer alone: every answer and every chunk says so."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.serve import listening
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address
+from paceline.protocol.sampling import Sampling
 from paceline.scripts.pairs import vocabulary_of
 
 ASK: dict[str, Any] = {
@@ -58,6 +60,30 @@ async def test_the_draft_answers_and_says_so(client: httpx.AsyncClient) -> None:
     health = await client.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "draft alone")
     assert "paceline_alone_answers_total 3.0" in (await client.get("/metrics")).text
+
+
+async def test_a_draft_that_failed_for_good_answers_nobody(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Text(settings.vocabulary)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the draft's file is gone")
+
+    async with running_agent(settings, text, policy("stream")) as agent:
+        service = Service(agent, text, "mine", "test", patience=0.2, alone=True)
+        assert agent.draft is not None
+        monkeypatch.setattr(agent.draft, "extend", fail)
+        asking = asyncio.create_task(anext(agent.generate((1, 2, 3), Sampling(), 8)))
+        async with asyncio.timeout(120):
+            while agent.draft is not None:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        asking.cancel()
+        async with (
+            listening(application(service), "127.0.0.1", 0) as url,
+            httpx.AsyncClient(base_url=url, timeout=120) as http,
+        ):
+            health = await http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "no verifier")
+            assert (await http.post("/v1/chat/completions", json=ASK)).status_code == 503
 
 
 async def test_what_only_a_verifier_can_do_is_refused(client: httpx.AsyncClient) -> None:
