@@ -320,7 +320,7 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(smollm2_path: Path, smollm2
     os.close(theirs)
     shown = ""
 
-    def until(pattern: str, seconds: float = 40) -> None:
+    def until(pattern: str, seconds: float = 120) -> None:
         nonlocal shown
         end = time.monotonic() + seconds
         while not re.search(pattern, shown):
