@@ -70,7 +70,7 @@ async def answered(port: int) -> None:
         assert tokens == plain(TOY, (1, 2), Sampling(), 20)
 
 
-async def freed(house: House, engine: ToyEngine, seconds: float = 2.0) -> None:
+async def freed(house: House, engine: ToyEngine, seconds: float = 20.0) -> None:
     """Within so long, no session runs and no sequence of the engine is held."""
     end = time.monotonic() + seconds
     while len(house.scheduler) or engine._sequences or house.connections:

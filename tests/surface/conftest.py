@@ -58,7 +58,7 @@ class System:
         """Run a coroutine on the system's own loop and wait for it."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
 
-    def waits_for(self, condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    def waits_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> bool:
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             time.sleep(0.02)
@@ -169,7 +169,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
-    def expect(self, pattern: str, seconds: float = 30.0) -> str:
+    def expect(self, pattern: str, seconds: float = 120.0) -> str:
         """Wait until what has been written since the last match matches; returns the match."""
         end = time.monotonic() + seconds
         while (found := re.search(pattern, self.raw[self._seen :], re.DOTALL)) is None:
@@ -186,7 +186,7 @@ class Terminal:
         self.expect(r">>>\x1b\[3D\x1b\[4C")  # an empty line, not one that is painted again
         time.sleep(0.2)
 
-    def ends(self, seconds: float = 20.0) -> int:
+    def ends(self, seconds: float = 60.0) -> int:
         """The exit status; waits for it."""
         end = time.monotonic() + seconds
         while self._read(0.1):

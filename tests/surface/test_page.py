@@ -59,7 +59,7 @@ def done(page: Page) -> None:
     expect(page.locator("#send")).to_be_visible(timeout=60_000)
 
 
-def until(page: Page, condition: str, seconds: float = 30.0) -> None:
+def until(page: Page, condition: str, seconds: float = 90.0) -> None:
     """Wait for a JavaScript expression to be true; playwright's own way needs eval, which the page forbids."""
     end = time.monotonic() + seconds
     while not page.evaluate(condition):
