@@ -2,7 +2,7 @@
 
     agent = Agent(link_factory, draft, predictor, ...)
     async with agent:
-        async for event in agent.generate(prompt, sampling, max_tokens): ...
+        async for event in agent.generate(request): ...
 
 Two things go on side by side and never wait for each other. The link delivers commits, which move the trees on. The
 drafting loop picks the most useful nodes of all generations, runs them as one batch on a thread of its own, and sends
@@ -21,7 +21,7 @@ from typing import Protocol, Self
 
 import numpy as np
 from paceline.edge.draft import Candidates, Draft, Extended, Row
-from paceline.edge.generation import Generation, share
+from paceline.edge.generation import Generation, Report, share
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
@@ -33,7 +33,7 @@ from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import EngineError, LinkError, PacelineError, ProtocolError
 from paceline.protocol.messages import BACKUP, Commit, Error, Hello, Message, Opened, Welcome
 from paceline.protocol.messages import Draft as DraftMessage
-from paceline.protocol.sampling import Sampling
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.vocabulary import Vocabulary
 
 MAX_ROWS = 16  # rows of one draft step
@@ -123,16 +123,11 @@ class Agent:
 
     async def generate(
         self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
+        request: GenerationRequest,
+        report: Report | None = None,
         *,
-        stop_ids: Sequence[int] = (),
-        logprobs: int | None = None,
-        grammar: str = "",
         held: Sequence[int] = (),
         resume: str = "",
-        report: Callable[[Generation], None] = lambda generation: None,
     ) -> AsyncGenerator[Committed, None]:
         """Stream what the target writes. Leaving the iterator early cancels the generation at the cloud.
 
@@ -140,17 +135,7 @@ class Agent:
 
         Raises ProtocolError if the cloud refuses, LinkError if it cannot be reached.
         """
-        size = self._vocabulary.size
-        session = EdgeSession(
-            prompt,
-            sampling,
-            max_tokens,
-            stop_ids,
-            logprobs,
-            grammar=grammar,
-            rule=self.policy.rule,
-            vocabulary_size=size,
-        )
+        session = EdgeSession(request, rule=self.policy.rule, vocabulary_size=self._vocabulary.size)
         session.restore(held, resume)
         generation = Generation(
             session,
@@ -164,8 +149,11 @@ class Agent:
             random=np.random.default_rng(self._random.getrandbits(128)),
         )
         if self._draft is not None and self.policy.repeats and generation.rounds is None and not generation.draws:
-            generation.repeats = Repeats((*prompt, *held))  # beside draws a repeat would stand where they belong
-        report(generation)
+            generation.repeats = Repeats(
+                (*request.prompt, *held)
+            )  # beside draws a repeat would stand where they belong
+        if report is not None:
+            report(generation)
         self._enter(generation)
         try:
             while (event := await generation.events.get()) is not None:

@@ -10,10 +10,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.edge.generation import Generation
+from paceline.edge.generation import Generation, Report
 from paceline.edge.text import Text
 from paceline.protocol.edge_session import Committed
-from paceline.protocol.sampling import Sampling
+from paceline.protocol.request import GenerationRequest
 
 Logprob = tuple[int, float]  # token id, natural log-probability
 
@@ -21,30 +21,7 @@ Logprob = tuple[int, float]  # token id, natural log-probability
 class Writer(Protocol):
     """Whoever writes tokens: the agent, or the draft alone where there is no cloud."""
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        stop_ids: Sequence[int] = (),
-        logprobs: int | None = None,
-        grammar: str = "",
-        report: Callable[[Generation], None] = lambda generation: None,
-    ) -> AsyncGenerator[Committed, None]: ...
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What is asked for. `stop` are strings that end the answer and are not part of it."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    grammar: str = ""  # a JSON schema that the answer is an instance of
+    def generate(self, request: GenerationRequest, report: Report | None = None) -> AsyncGenerator[Committed, None]: ...
 
 
 @dataclass(frozen=True)
@@ -106,10 +83,14 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass
 class Answer:
-    """One answer. `finish` is "stop" or "length" once it has ended, `count` the tokens that were written for it."""
+    """One answer. `stop` are strings that end it and are not part of it.
+
+    `finish` is "stop" or "length" once it has ended, `count` the tokens that were written for it.
+    """
 
     text: Text
-    ask: Ask
+    request: GenerationRequest
+    stop: tuple[str, ...] = ()
     finish: str = ""
     count: int = 0
     generation: Generation | None = None
@@ -119,17 +100,8 @@ class Answer:
 
     async def pieces(self, writer: Writer) -> AsyncGenerator[Piece, None]:
         """The answer as it becomes certain. Leaving early cancels the generation. Raises what `writer` raises."""
-        ask, stops, decoder = self.ask, StopStrings(self.ask.stop), self.text.decoder()
-        events = writer.generate(
-            ask.prompt,
-            ask.sampling,
-            ask.max_tokens,
-            stop_ids=ask.stop_ids,
-            logprobs=ask.logprobs,
-            grammar=ask.grammar,
-            report=self._began,
-        )
-        async with aclosing(events):
+        stops, decoder = StopStrings(self.stop), self.text.decoder()
+        async with aclosing(writer.generate(self.request, self._began)) as events:
             async for event in events:
                 text = ""
                 for token in self._tokens(event, lambda t: decoder.feed([t])):
@@ -155,7 +127,7 @@ class Answer:
         for i, token in enumerate(event.tokens, known):
             self.count += 1
             text = decode(token)
-            if token in self.ask.stop_ids:
+            if token in self.request.stop_ids:
                 continue  # it ends the text and is not part of it
             self._made += len(text)
             logprobs = commit.logprobs[i] if i < len(commit.logprobs) else ()

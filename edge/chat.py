@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing, suppress
 
 from paceline.edge.agent import Agent
-from paceline.edge.answer import Answer, Ask, Writer
+from paceline.edge.answer import Answer, Writer
 from paceline.edge.conversation import Conversation
 from paceline.edge.figures import Speed, speed
 from paceline.edge.held import GoingOn, Held, Keeping
@@ -19,6 +19,7 @@ from paceline.edge.offline import DraftAlone
 from paceline.edge.screen import Screen
 from paceline.edge.text import Text
 from paceline.protocol.errors import LinkError, PacelineError, ProtocolError
+from paceline.protocol.request import GenerationRequest
 
 PATIENCE_SECONDS = 3.0  # that a link may take to come up before the draft answers alone, where it may
 LOOK_SECONDS = 0.05  # how often the link and the tree are looked at while an answer comes
@@ -58,8 +59,7 @@ class Chat:
         assert self.keeping is not None
         self.keeping.note = held.note
         self.conversation.turns[:] = json.loads(held.note) if held.note else []
-        ask = Ask(held.prompt, held.sampling, held.max_tokens, held.stop_ids)
-        await self._say(Answer(self.text, ask), GoingOn(self.keeping, held))
+        await self._say(Answer(self.text, held), GoingOn(self.keeping, held))
 
     async def _say(self, answer: Answer, writer: Writer | None = None) -> None:
         conversation, said = self.conversation, ""
@@ -88,7 +88,7 @@ class Chat:
     def _asked(self) -> Answer:
         c = self.conversation
         prompt = tuple(self.text.prompt(c.prompt()))
-        return Answer(self.text, Ask(prompt, c.sampling, c.max_tokens, tuple(self.text.end_tokens)))
+        return Answer(self.text, GenerationRequest(prompt, c.sampling, c.max_tokens, self.text.end_tokens))
 
     async def _writer(self) -> Writer:
         """The agent; or the draft alone, where that is wanted and the verifier is away."""

@@ -297,6 +297,9 @@ class Generation:
         return frozenset(self.found.keys() | live)
 
 
+Report = Callable[[Generation], None]  # is told of a generation when it begins
+
+
 def share(generations: Sequence[Generation], count: int, now: float) -> list[tuple[float, Generation, int]]:
     """(log-usefulness, generation, node): the most useful rows of all generations, best first."""
     rows = [(u, i, node) for i, g in enumerate(generations) for u, node in g.rows(count, now)]

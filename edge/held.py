@@ -12,18 +12,17 @@ owner alone. It may lag behind the text by a moment: what it lacks is written ag
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 from paceline.edge.agent import Agent
-from paceline.edge.generation import Generation
+from paceline.edge.generation import Generation, Report
 from paceline.protocol.edge_session import Committed
 from paceline.protocol.errors import PacelineError
-from paceline.protocol.messages import MAX_LOGPROBS, MAX_STOP_IDS, Commit, Count, Digest, Tokens
-from paceline.protocol.sampling import Sampling, TokenId
+from paceline.protocol.messages import Commit, Count, Digest, Tokens
+from paceline.protocol.request import GenerationRequest
 
 EVERY_SECONDS = 0.5  # between two writes
 log = logging.getLogger(__name__)
@@ -33,19 +32,16 @@ class HeldError(PacelineError):
     """A file of held tokens cannot be used."""
 
 
-class Held(msgspec.Struct, frozen=True):
-    """An unfinished answer. `fingerprint` is the vocabulary's, `note` whatever its owner wants to find again with it."""
+class Held(GenerationRequest, frozen=True, kw_only=True):
+    """An unfinished answer: what was asked for, and `tokens`, which are known of it.
+
+    `fingerprint` is the vocabulary's, `note` whatever its owner wants to find again with it.
+    """
 
     fingerprint: Digest
-    prompt: Tokens
-    sampling: Sampling
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
-    stop_ids: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_STOP_IDS)] = ()
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tokens: Tokens = ()
     resume: str = ""
     note: str = ""
-    grammar: str = ""
     format: Count = 1
 
 
@@ -87,24 +83,13 @@ class Keeping:
         self._next = float("-inf")
         self._warned = False
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        stop_ids: Sequence[int] = (),
-        logprobs: int | None = None,
-        grammar: str = "",
-        report: Callable[[Generation], None] = lambda generation: None,
-    ) -> AsyncGenerator[Committed, None]:
+    def generate(self, request: GenerationRequest, report: Report | None = None) -> AsyncGenerator[Committed, None]:
         """As the agent's."""
-        asked = (tuple(prompt), sampling, max_tokens, tuple(stop_ids), logprobs)
-        held = Held(self._fingerprint, *asked, note=self.note, grammar=grammar)
+        held = Held(**msgspec.structs.asdict(request), fingerprint=self._fingerprint, note=self.note)
         return self.go_on(held, report)
 
     async def go_on(
-        self, held: Held, report: Callable[[Generation], None] = lambda generation: None, *, whole: bool = False
+        self, held: Held, report: Report | None = None, *, whole: bool = False
     ) -> AsyncGenerator[Committed, None]:
         """What follows `held.tokens`; if `whole`, those first. Raises HeldError for another vocabulary, else as `generate`."""
         if held.fingerprint != self._fingerprint:
@@ -115,19 +100,10 @@ class Keeping:
 
         def tell(generation: Generation) -> None:
             generations.append(generation)
-            report(generation)
+            if report is not None:
+                report(generation)
 
-        events = self._agent.generate(
-            held.prompt,
-            held.sampling,
-            held.max_tokens,
-            stop_ids=held.stop_ids,
-            logprobs=held.logprobs,
-            grammar=held.grammar,
-            held=held.tokens,
-            resume=held.resume,
-            report=tell,
-        )
+        events = self._agent.generate(held, tell, held=held.tokens, resume=held.resume)
         try:
             async for event in events:
                 self._keep(held, generations[0])
@@ -163,16 +139,6 @@ class GoingOn:
     def __init__(self, keeping: Keeping, held: Held) -> None:
         self._keeping, self._held = keeping, held
 
-    def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        stop_ids: Sequence[int] = (),
-        logprobs: int | None = None,
-        grammar: str = "",
-        report: Callable[[Generation], None] = lambda generation: None,
-    ) -> AsyncGenerator[Committed, None]:
+    def generate(self, request: GenerationRequest, report: Report | None = None) -> AsyncGenerator[Committed, None]:
         """As the agent's; what is asked for is what was asked for then."""
         return self._keeping.go_on(self._held, report, whole=True)

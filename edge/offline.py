@@ -4,15 +4,15 @@ What it writes is not the target's text, so whoever shows it says so.
 """
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from paceline.edge.draft import Choice, Draft, Extended, Row
-from paceline.edge.generation import Generation
+from paceline.edge.generation import Generation, Report
 from paceline.edge.predictor import Predictor
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import EngineError
 from paceline.protocol.messages import Commit, Opened
-from paceline.protocol.sampling import Sampling
+from paceline.protocol.request import GenerationRequest
 
 
 class DraftAlone:
@@ -24,25 +24,18 @@ class DraftAlone:
         self._draft, self._run, self._clock = draft, run, clock
 
     async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        max_tokens: int,
-        *,
-        stop_ids: Sequence[int] = (),
-        logprobs: int | None = None,
-        grammar: str = "",
-        report: Callable[[Generation], None] = lambda generation: None,
+        self, request: GenerationRequest, report: Report | None = None
     ) -> AsyncGenerator[Committed, None]:
         """As the agent's, but every token is the draft's. Raises EngineError when the draft has no room."""
-        assert logprobs is None and not grammar, "not offered here"  # noqa: PT018
-        session = EdgeSession(prompt, sampling, max_tokens, stop_ids, vocabulary_size=self._draft.vocabulary.size)
+        assert request.logprobs is None and not request.grammar, "not offered here"  # noqa: PT018
+        session = EdgeSession(request, vocabulary_size=self._draft.vocabulary.size)
         session.open(0)
-        session.receive(Opened(sid=0, committed_len=0, resume="", max_tokens=max_tokens))
+        session.receive(Opened(sid=0, committed_len=0, resume="", max_tokens=request.max_tokens))
         generation = Generation(session, Predictor(enabled=False), self._clock())
-        report(generation)
+        if report is not None:
+            report(generation)
         handles: list[int] = []
-        await self._do(lambda: handles.append(self._draft.open(prompt)))
+        await self._do(lambda: handles.append(self._draft.open(request.prompt)))
         try:
             for node in itertools.count():
                 token = await self._next(session, handles[0], node)

@@ -42,7 +42,7 @@ class Text:
     def __init__(self, path: str | Path) -> None:
         self._model = _tokenizer(Path(path))
         self.vocabulary = Vocabulary.of(self._model.name, self._model.tokens())
-        self.end_tokens = self._model.end_tokens()
+        self.end_tokens = tuple(self._model.end_tokens())
         self._template = self._model.chat_template
         self._spelt = Spelt([self._spelling(i) for i in self._model.control_tokens()])
 

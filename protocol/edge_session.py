@@ -1,6 +1,6 @@
 """The device's side of one generation, without I/O: the text so far, the tree of candidates, which of them the cloud was sent.
 
-    session = EdgeSession(prompt, sampling, max_tokens)
+    session = EdgeSession(request)
     open_message = session.open(sid)              # first time and after every reconnect alike, under a fresh sid
     events = session.receive(message)             # Opened, Commit, Error
     messages = session.send(nodes)                # candidates worth their bytes, as draft messages
@@ -33,7 +33,8 @@ from paceline.protocol.messages import (
     Opened,
 )
 from paceline.protocol.proposal import Proposal
-from paceline.protocol.sampling import History, Sampling
+from paceline.protocol.request import GenerationRequest
+from paceline.protocol.sampling import History
 from paceline.protocol.tree import State, Tree
 
 _BYTES_A_NODE = 10  # token and parent in at most five and three bytes, weight in one
@@ -68,23 +69,14 @@ class Family:
 class EdgeSession:
     def __init__(
         self,
-        prompt: Iterable[int],
-        sampling: Sampling,
-        max_tokens: int,
-        stop_ids: Iterable[int] = (),
-        logprobs: int | None = None,
+        request: GenerationRequest,
         *,
-        grammar: str = "",
         rule: str = COUPLED,
         vocabulary_size: int = 2**31,
     ) -> None:
         self.sid = -1  # none yet
-        self.prompt = tuple(prompt)
-        self.sampling = sampling
-        self.max_tokens = max_tokens
-        self.stop_ids = tuple(stop_ids)
-        self.logprobs = logprobs
-        self.grammar = grammar
+        self.prompt, self.sampling = request.prompt, request.sampling
+        self.max_tokens, self.stop_ids = request.max_tokens, request.stop_ids
         self.rule = rule
         self.patience = Patience()  # see `Open`
         self.vocabulary_size = vocabulary_size
@@ -93,8 +85,8 @@ class EdgeSession:
         self.finish = ""
         self.error: ProtocolError | None = None
         self.tree = Tree(self.prompt[-1] if self.prompt else 0)
-        self.history = History(self.prompt) if sampling.penalised else None
-        self._resume = ""
+        self.history = History(self.prompt) if self.sampling.penalised else None
+        self._request, self._resume = request, ""
         self._families: dict[int, Family] = {}  # by node
         self._numbers: dict[int, int] = {}  # node -> its number on the wire
         self._next_number = 0
@@ -136,8 +128,8 @@ class EdgeSession:
             rule=self.rule,
             held=tuple(self.committed),
             resume=self._resume,
-            logprobs=self.logprobs,
-            grammar=self.grammar,
+            logprobs=self._request.logprobs,
+            grammar=self._request.grammar,
             patience=self.patience.longest,
             response=self.patience.response,
             row=self.patience.row,

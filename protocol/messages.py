@@ -41,6 +41,10 @@ Name = Annotated[str, Meta(max_length=256)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Tokens = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
+MaxTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+StopIds = Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_IDS)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Grammar = Annotated[str, Meta(max_length=MAX_GRAMMAR)]
 
 
 class Message(Struct, frozen=True, omit_defaults=True, tag_field="type", tag=str.lower):
@@ -65,15 +69,15 @@ class Open(Message, frozen=True):
     """Start a generation, or go on with one: `held` are the tokens of it that the edge already has."""
 
     sid: Sid
-    prompt: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_TOKENS)]
+    prompt: Tokens
     sampling: Sampling
-    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    stop_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_STOP_IDS)] = ()
+    max_tokens: MaxTokens
+    stop_ids: StopIds = ()
     rule: Annotated[str, Meta(max_length=16)] = "coupled"
     held: Tokens = ()
     resume: Annotated[str, Meta(max_length=64)] = ""  # the token `opened` gave, if any
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR)] = ""  # a JSON schema; the text is an instance of it
+    logprobs: TopLogprobs | None = None
+    grammar: Grammar = ""  # a JSON schema; the text is an instance of it
     # A step that would begin with no node waits for one, if it is due within `patience`: `response` seconds after the commit
     # that left the tree, and `row` seconds later for each token committed since. An ack of the whole text ends the wait.
     patience: Seconds = 0.0

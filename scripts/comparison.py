@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from paceline.edge.agent import Agent
 from paceline.edge.generation import Generation
 from paceline.edge.policies import policy as policy_named
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
 
@@ -58,16 +60,15 @@ async def compare(
 
 async def answer(agent: Agent, text: Text, question: Question) -> Answer:
     """One answer, after a one-token answer to the same question: the prompt is then cached at both ends."""
-    prompt = text.prompt([{"role": "user", "content": question.prompt}])
-    async for _ in agent.generate(prompt, question.sampling, 1):
+    prompt = tuple(text.prompt([{"role": "user", "content": question.prompt}]))
+    request = GenerationRequest(prompt, question.sampling, question.max_tokens, text.end_tokens)
+    async for _ in agent.generate(replace(request, max_tokens=1)):
         pass
     begun, traffic, drafting = time.perf_counter(), agent.link.traffic, agent.forward_seconds
     up, down, traffic.largest = traffic.up, traffic.down, 0
     tokens: list[int] = []
     made: list[Generation] = []
-    async for event in agent.generate(
-        prompt, question.sampling, question.max_tokens, stop_ids=text.end_tokens, report=made.append
-    ):
+    async for event in agent.generate(request, made.append):
         tokens.extend(event.tokens)
     return Answer(
         tokens,

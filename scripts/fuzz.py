@@ -32,6 +32,7 @@ from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import ProtocolError
 from paceline.protocol.messages import REJECTION, SUBPROTOCOL, Draft, Open
 from paceline.protocol.proposal import Proposal
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.virtual import MemoryChannel, VirtualLoop, run_engine
 
@@ -51,7 +52,8 @@ def fuzz_codec(frames: Sequence[bytes]) -> None:
 
 def fuzz_session(frames: Sequence[bytes]) -> None:
     """What decodes goes to both ends of one generation."""
-    edge = EdgeSession((1, 2, 3), Sampling(temperature=1.0), 64, rule=REJECTION, vocabulary_size=12)
+    request = GenerationRequest((1, 2, 3), Sampling(temperature=1.0), 64)
+    edge = EdgeSession(request, rule=REJECTION, vocabulary_size=12)
     cloud = CloudSession(edge.open(1), LIMITS, "token")
     for frame in frames:
         with suppress(ProtocolError):

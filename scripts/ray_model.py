@@ -16,6 +16,7 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.protocol.channel import Channel
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.cases import write_text
 from paceline.scripts.pairs import files_of, vocabulary_of
@@ -28,8 +29,7 @@ CHOICES = (Sampling(), Sampling(temperature=0.8, seed=7), Sampling())
 
 @dataclass(frozen=True)
 class Right:
-    prompt: tuple[int, ...]
-    sampling: Sampling
+    request: GenerationRequest
     text: list[int]
 
 
@@ -42,7 +42,8 @@ def right_answers(pair: str) -> tuple[Text, list[Right]]:
     engine, found = LlamaEngine(files.target, context=1024, slots=1, threads=1), []
     for question, sampling in zip(QUESTIONS, CHOICES, strict=True):
         prompt = tuple(text.prompt([{"role": "user", "content": question}]))
-        found.append(Right(prompt, sampling, write_text(engine, prompt, sampling, TOKENS, text.end_tokens)))
+        request = GenerationRequest(prompt, sampling, TOKENS, text.end_tokens)
+        found.append(Right(request, write_text(engine, request)))
     return text, found
 
 
@@ -73,7 +74,7 @@ async def ask_and_kill(
     async with agent:
         for answer in answers:
             got, before = list[int](), len(cuts)
-            async for event in agent.generate(answer.prompt, answer.sampling, TOKENS, stop_ids=text.end_tokens):
+            async for event in agent.generate(answer.request):
                 got.extend(event.tokens)
                 if len(got) >= KILL_AFTER and len(cuts) == before and (alive := pids()):
                     os.kill(alive[killed % len(alive)], signal.SIGKILL)

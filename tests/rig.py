@@ -13,9 +13,11 @@ from paceline.cloud.scheduler import Scheduler
 from paceline.edge.agent import Agent
 from paceline.edge.delay import DelayedChannel
 from paceline.edge.draft import Draft
+from paceline.edge.generation import Report
 from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling, choose
 from paceline.scripts.lab.virtual import MemoryChannel, draft_runner, run_engine
 
@@ -106,9 +108,16 @@ def agent_of(
     )
 
 
-async def answer(agent: Agent, prompt: Sequence[int], sampling: Sampling, max_tokens: int, **more: object) -> list[int]:
+async def answer(
+    agent: Agent,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    max_tokens: int,
+    stop_ids: Sequence[int] = (),
+    report: Report | None = None,
+) -> list[int]:
     tokens: list[int] = []
-    async for event in agent.generate(prompt, sampling, max_tokens, **more):  # type: ignore[arg-type]
+    async for event in agent.generate(GenerationRequest(tuple(prompt), sampling, max_tokens, tuple(stop_ids)), report):
         tokens.extend(event.tokens)
     return tokens
 

@@ -13,6 +13,7 @@ from paceline.protocol.cloud_session import Walk
 from paceline.protocol.codec import encode
 from paceline.protocol.errors import Code, EngineError, LinkError, ProtocolError
 from paceline.protocol.messages import Goaway
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.virtual import run
 from rig import FLOOR, Verifier, agent_of, answer, plain
@@ -23,7 +24,7 @@ EVERYTHING = Sampling(
     seed=11, temperature=1.1, top_k=9, top_p=0.95, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3,
     frequency_penalty=0.2, logit_bias=((3, 1.5),),
 )  # fmt: skip
-PROMPT = [1, 2, 3, 4]
+PROMPT = (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SEEDED, EVERYTHING], ids=["greedy", "seeded", "everything"])
@@ -169,7 +170,7 @@ def test_leaving_early_frees_the_session_at_both_ends() -> None:
     async def main() -> None:
         verifier, draft = Verifier(), ToyDraft(ToyEngine())
         async with agent_of(verifier, draft) as agent:
-            events = agent.generate(PROMPT, SEEDED, 1000)
+            events = agent.generate(GenerationRequest(PROMPT, SEEDED, 1000))
             async for _ in events:
                 break
             await events.aclose()
@@ -310,7 +311,7 @@ def test_an_agent_that_ends_gives_its_drafts_room_back(to_the_end: bool) -> None
     async def main() -> int:
         draft = ToyDraft(ToyEngine())
         async with agent_of(Verifier(), draft) as agent:
-            generation = agent.generate(PROMPT, SEEDED, 30)
+            generation = agent.generate(GenerationRequest(PROMPT, SEEDED, 30))
             async for _ in generation:
                 if not to_the_end:
                     break

@@ -14,6 +14,7 @@ from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.codec import decode_from_cloud, decode_from_edge, encode
 from paceline.protocol.errors import Code, LinkError, PacelineError
 from paceline.protocol.messages import Commit, Draft, Error, Hello, Open, Opened
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.answers import Question, Tally
 from paceline.scripts.chaos.disks import filling
@@ -209,7 +210,7 @@ async def asked(kind: type[Meddler], question: Question = QUESTION) -> tuple[lis
     edge = agent(verifier, kind, target)
     got: list[int] = []
     async with asyncio.timeout(300), edge:
-        async for event in edge.generate(question.prompt, question.sampling, question.max_tokens):
+        async for event in edge.generate(question):
             got.extend(event.tokens)
     await verifier.kill()
     return got, question.answer(target)
@@ -243,7 +244,7 @@ def test_an_answer_that_runs_ends_when_the_agent_is_closed() -> None:
         verifier = Verifier(target)
         edge = agent(verifier, Meddler, target)
         async with edge:
-            events = edge.generate((1, 2), Sampling(), 2000)
+            events = edge.generate(GenerationRequest((1, 2), Sampling(), 2000))
             await anext(events)
         with pytest.raises(LinkError, match="closed"):
             async for _ in events:
@@ -284,7 +285,7 @@ def test_a_generation_goes_on_from_what_another_process_held() -> None:
         edge = agent(verifier, Meddler, verifier.target)
         got: list[int] = []
         async with edge:
-            async for event in edge.generate(QUESTION.prompt, QUESTION.sampling, QUESTION.max_tokens, held=held):
+            async for event in edge.generate(QUESTION, held=held):
                 got.extend(event.tokens)
         await verifier.kill()
         return got

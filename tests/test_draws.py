@@ -11,6 +11,7 @@ from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.messages import MAX_MESSAGE_BYTES, MAX_PROPOSALS, Draft, Open, Opened
 from paceline.protocol.proposal import MAX_PROPOSAL, Draw, Proposal, draws
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 
 LIMITS = Limits(vocabulary=100, context=1000, nodes=6)
@@ -22,7 +23,7 @@ def cloud(rule: str = "rejection", **more: Any) -> CloudSession:
 
 
 def edge() -> EdgeSession:
-    session = EdgeSession((1, 2), WARM, 500, rule="rejection", vocabulary_size=100)
+    session = EdgeSession(GenerationRequest((1, 2), WARM, 500), rule="rejection", vocabulary_size=100)
     session.open(1)
     session.receive(Opened(1, 0, "token", 500))
     return session

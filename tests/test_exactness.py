@@ -30,6 +30,7 @@ from paceline.protocol.codec import decode_from_cloud, decode_from_edge, encode
 from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import HARMLESS, Code, ProtocolError
 from paceline.protocol.messages import Draft, Open, Opened
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling, choose
 
 RUNS = 400  # for each drafter
@@ -113,7 +114,7 @@ class Wire(RuleBasedStateMachine):
     def start(self, sampling: Sampling, seed: int, max_tokens: int, stop: int, width: int) -> None:
         self.random, self.engine, self.width = random.Random(seed), ToyEngine(12, seed=seed % 7), width
         self.request = Open(0, (seed % 12, 3), sampling, max_tokens, (stop,) if stop < 12 else ())
-        self.edge = EdgeSession(self.request.prompt, sampling, max_tokens, self.request.stop_ids)
+        self.edge = EdgeSession(GenerationRequest(self.request.prompt, sampling, max_tokens, self.request.stop_ids))
         self.text, self.finish = plain(self.engine, self.request)
         self.up: list[bytes] = []  # frames under way, oldest first
         self.down: list[bytes] = []

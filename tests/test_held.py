@@ -15,12 +15,16 @@ import pytest
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.held import Held, HeldError, Keeping, read_held, write_held
 from paceline.protocol.errors import LinkError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.answers import Question
 from paceline.scripts.chaos.kills import connecting, real_agent, running
 
 FINGERPRINT = ToyEngine().vocabulary.fingerprint
-HELD = Held(FINGERPRINT, (1, 2, 3), Sampling(seed=4, temperature=0.7), 20, (5,), None, (7, 8), "token", "a note")
+HELD = Held(
+    (1, 2, 3), Sampling(seed=4, temperature=0.7), 20, (5,),
+    fingerprint=FINGERPRINT, tokens=(7, 8), resume="token", note="a note",
+)  # fmt: skip
 
 
 def test_what_is_written_is_read_and_nobody_else_may(tmp_path: Path) -> None:
@@ -30,6 +34,16 @@ def test_what_is_written_is_read_and_nobody_else_may(tmp_path: Path) -> None:
     assert read_held(path) == HELD
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_format_of_the_file_is_fixed(tmp_path: Path) -> None:
+    path = tmp_path / "held.json"
+    fields = {"fingerprint": FINGERPRINT, "prompt": [1, 2, 3], "sampling": {"seed": 4, "temperature": 0.7},
+              "max_tokens": 20, "stop_ids": [5], "logprobs": None, "tokens": [7, 8], "resume": "token",
+              "note": "a note", "grammar": "", "format": 1}  # fmt: skip
+    path.write_text(json.dumps(fields))
+    assert read_held(path) == HELD
+    assert msgspec.to_builtins(HELD).keys() == fields.keys()
 
 
 @pytest.mark.parametrize("cut", [0, 1, 40, -1])
@@ -69,7 +83,7 @@ async def test_an_answer_goes_on_without_its_file(tmp_path: Path, caplog: pytest
     async with running(1) as [verifier], real_agent(connecting([verifier.url])) as agent:
         keeping = Keeping(agent, path, iter(range(0, 1000)).__next__, fingerprint=FINGERPRINT)
         with caplog.at_level(logging.WARNING):
-            events = keeping.generate(question.prompt, question.sampling, question.max_tokens)
+            events = keeping.generate(question)
             got = [t async for event in events for t in event.tokens]
         assert got == question.answer(ToyEngine())
         assert caplog.text.count("goes on without it") == 1
@@ -82,7 +96,7 @@ async def test_the_file_is_there_while_the_answer_is_unfinished(tmp_path: Path) 
     async with running(1) as [verifier]:
         async with real_agent(connecting([verifier.url])) as agent:
             keeping = Keeping(agent, path, iter(range(0, 10000)).__next__, fingerprint=FINGERPRINT)
-            events = keeping.generate((1, 2), Sampling(), 30)
+            events = keeping.generate(GenerationRequest((1, 2), Sampling(), 30))
             first = await anext(events)
             held = read_held(path)
             assert held is not None
@@ -90,7 +104,7 @@ async def test_the_file_is_there_while_the_answer_is_unfinished(tmp_path: Path) 
             assert held.resume
             await events.aclose()  # stopped on purpose
             assert not path.exists()
-            events = keeping.generate((1, 2), Sampling(), 30)
+            events = keeping.generate(GenerationRequest((1, 2), Sampling(), 30))
             await anext(events)
         with pytest.raises(LinkError):
             [event async for event in events]

@@ -16,12 +16,13 @@ from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
 from paceline.protocol.cost import StepCost
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.virtual import run
 from rig import Verifier, plain
 from toy_draft import ToyDraft
 
-PROMPT = [3, 1, 4, 1, 5]
+PROMPT = (3, 1, 4, 1, 5)
 COOL, HOT = 0.004, 0.080  # seconds of a row
 
 
@@ -61,7 +62,7 @@ def test_a_draft_that_is_slowed_down_is_planned_with_as_it_is() -> None:
         loop, marks, costs = asyncio.get_running_loop(), list[float](), list[float]()
         async with agent_on(device, verifier, ToyDraft(verifier.engine, noise=0.3)) as agent:  # type: ignore[arg-type]
             tokens: list[int] = []
-            async for event in agent.generate(PROMPT, Sampling(), 900):
+            async for event in agent.generate(GenerationRequest(PROMPT, Sampling(), 900)):
                 tokens.extend(event.tokens)
                 if len(tokens) >= 300 * (len(marks) + 1):
                     marks.append(loop.time())
@@ -87,7 +88,7 @@ def test_low_power_runs_fewer_rows_and_more_of_them_become_text(noise: float) ->
         verifier, device, made = Verifier(), Device(), []
         async with agent_on(device, verifier, ToyDraft(verifier.engine, noise=noise), name) as agent:  # type: ignore[arg-type]
             tokens: list[int] = []
-            async for event in agent.generate(PROMPT, Sampling(), 400, report=made.append):
+            async for event in agent.generate(GenerationRequest(PROMPT, Sampling(), 400), made.append):
                 tokens.extend(event.tokens)
         figures = made[0].figures
         await verifier.stop()

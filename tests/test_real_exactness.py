@@ -68,7 +68,12 @@ def draft(request: pytest.FixtureRequest, text: Text) -> Iterator[FileDraft]:
 
 
 def speculate(
-    engine: LlamaEngine, draft: FileDraft, prompts: list[list[int]], sampling: Sampling, count: int, stop: list[int]
+    engine: LlamaEngine,
+    draft: FileDraft,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    count: int,
+    stop: tuple[int, ...],
 ) -> list[tuple[list[int], Generation, int]]:
     """Per prompt, answered side by side in pairs: tokens, what happened, bytes up a token of the whole run."""
 

@@ -34,7 +34,12 @@ def draft(smollm2_draft_path: Path, text: Text) -> Iterator[LlamaDraft]:
 
 
 def write(
-    engine: TorchEngine, draft: LlamaDraft | None, prompt: list[int], sampling: Sampling, count: int, stop: list[int]
+    engine: TorchEngine,
+    draft: LlamaDraft | None,
+    prompt: list[int],
+    sampling: Sampling,
+    count: int,
+    stop: tuple[int, ...],
 ) -> tuple[list[int], Generation]:
     """One answer, in virtual time; without a draft it takes a step a token."""
 

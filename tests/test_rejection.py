@@ -31,6 +31,7 @@ from paceline.protocol.messages import Draft, Open, Opened
 from paceline.protocol.philox import gumbel, uniforms
 from paceline.protocol.proposal import Draw, Proposal, draws
 from paceline.protocol.rejection import Remainder, choose_among, distribution
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling, choose
 from test_sampling import chi_square_bound, reference_kept, reference_logits
 
@@ -245,7 +246,8 @@ class Pair:
     def text(self, seed: int) -> tuple[int, ...]:
         """Three tokens, with a fresh seed of the target's choices."""
         self.seed = seed
-        self.edge = EdgeSession(PROMPT, replace(self.params, seed=seed), 8, rule="rejection", vocabulary_size=V)
+        request = GenerationRequest(PROMPT, replace(self.params, seed=seed), 8)
+        self.edge = EdgeSession(request, rule="rejection", vocabulary_size=V)
         opened = decode_from_edge(encode(self.edge.open(1)))
         assert isinstance(opened, Open)
         self.cloud, handle = CloudSession(opened, LIMITS, "t"), TOY.open(())

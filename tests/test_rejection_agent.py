@@ -19,6 +19,7 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.rounds import Rounds, fan_out
 from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import Code, PacelineError, ProtocolError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.tree import Tree
 from paceline.scripts.lab.virtual import run
@@ -152,7 +153,7 @@ def test_a_rounds_draws_avoid_the_outcomes_prepared_at_their_place() -> None:
 
 
 def generation(rounds: Rounds | None) -> Generation:
-    session = EdgeSession(PROMPT, WARM, 64, rule="rejection", vocabulary_size=12)
+    session = EdgeSession(GenerationRequest(PROMPT, WARM, 64), rule="rejection", vocabulary_size=12)
     session.open(1)
     predictor = Predictor()
     many = Candidates(np.arange(8), np.full(8, 0.5))

@@ -18,6 +18,7 @@ from paceline.protocol.messages import (
     Open,
     Opened,
 )
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 
 LIMITS = Limits(vocabulary=100, context=1000, nodes=50)
@@ -309,7 +310,7 @@ def test_a_session_taken_over_goes_on_at_its_position() -> None:
 def test_memory_of_both_ends_stays_flat_over_100_000_tokens(acknowledges: bool) -> None:
     limits = Limits(vocabulary=100, context=200_000)
     c = cloud(limits, max_tokens=100_000, sampling=Sampling())
-    e = EdgeSession((1, 2), Sampling(), 100_000, (STOP,))
+    e = EdgeSession(GenerationRequest((1, 2), Sampling(), 100_000, (STOP,)))
     e.open(1)
     e.receive(Opened(1, 0, "token", 100_000))
     while e.phase is Phase.RUNNING:
@@ -330,14 +331,14 @@ def test_memory_of_both_ends_stays_flat_over_100_000_tokens(acknowledges: bool) 
 
 
 def edge(**more: Any) -> EdgeSession:
-    session = EdgeSession((1, 2), Sampling(), 100, (STOP,), **more)
+    session = EdgeSession(GenerationRequest((1, 2), Sampling(), 100, (STOP,)), **more)
     session.open(1)
     session.receive(Opened(1, 0, "token", 100))
     return session
 
 
 def test_an_edge_opens_runs_and_ends() -> None:
-    e = EdgeSession((1, 2), Sampling(seed=3), 100, (STOP,), logprobs=2)
+    e = EdgeSession(GenerationRequest((1, 2), Sampling(seed=3), 100, (STOP,), logprobs=2))
     assert e.phase is Phase.OPENING
     assert e.open(4) == Open(4, (1, 2), Sampling(seed=3), 100, (STOP,), logprobs=2)
     e.receive(Opened(4, 0, "token", 100))
@@ -421,7 +422,7 @@ def test_a_cloud_that_contradicts_itself_fails_the_session_and_the_text_stays(co
 
 
 def test_tokens_before_the_session_is_open_or_an_opening_that_forgets_some() -> None:
-    e = EdgeSession((1,), Sampling(), 10)
+    e = EdgeSession(GenerationRequest((1,), Sampling(), 10))
     e.open(1)
     with refused(Code.BAD_STATE):
         e.receive(Commit(1, 0, (5,)))

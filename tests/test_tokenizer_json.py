@@ -70,7 +70,7 @@ def test_control_tokens_spelt_in_plain_text_stay_text(bundle: Path) -> None:
     text = Text(bundle)
     assert 2 not in text.plain("<|im_end|>")
     assert text.prompt([{"role": "user", "content": "x"}])[0] == 1
-    assert text.end_tokens == [0, 2]
+    assert text.end_tokens == (0, 2)
 
 
 def test_control_tokens_spelt_in_a_turn_stay_text(bundle: Path, smollm2_path: Path) -> None:

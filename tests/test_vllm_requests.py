@@ -20,6 +20,7 @@ from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import Code, ProtocolError
 from paceline.protocol.messages import UNSEEDED, Commit, Error, Hello, Open, Welcome
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling, choose
 from paceline.scripts.lab.virtual import MemoryChannel, run
 from rig import FLOOR, Verifier, agent_of, answer, plain
@@ -225,7 +226,7 @@ def test_an_edge_that_leaves_takes_its_request_along() -> None:
     async def main() -> None:
         verifier = VllmVerifier()
         async with agent_of(verifier) as agent:
-            events = agent.generate((1, 2), Sampling(), 500)
+            events = agent.generate(GenerationRequest((1, 2), Sampling(), 500))
             await anext(events)
             assert len(verifier.vllm.rows) == 1
             await events.aclose()

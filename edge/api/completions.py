@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from paceline.edge.answer import Answer, Ask, Piece, Writer
+from paceline.edge.answer import Answer, Piece, Writer
 from paceline.edge.api.errors import ApiError, as_api_error, refused
-from paceline.edge.api.requests import ChatRequest, Common, TextRequest, chat_ask, read, text_ask
+from paceline.edge.api.requests import ChatRequest, Common, TextRequest, chat_generation, read, text_generation
 from paceline.edge.api.service import Service, unless_gone
 from paceline.edge.api.shapes import Shape
 from starlette.requests import Request
@@ -30,8 +30,8 @@ async def chat_completions(request: Request) -> Response:
     asked = read(await body_of(request), ChatRequest)
     _demand_model(service, asked.model)
     writer, bounds = await service.writer()
-    ask = chat_ask(asked, service.text, bounds)
-    return await _answer(request, service, asked, ask, writer, chat=True)
+    answer = Answer(service.text, chat_generation(asked, service.text, bounds), asked.stops)
+    return await _answer(request, service, asked, answer, writer, chat=True)
 
 
 async def completions(request: Request) -> Response:
@@ -39,9 +39,9 @@ async def completions(request: Request) -> Response:
     asked = read(await body_of(request), TextRequest)
     _demand_model(service, asked.model)
     writer, _ = await service.writer()
-    ask = text_ask(asked, service.text)
-    echo = service.text.decode(ask.prompt) if asked.echo else ""
-    return await _answer(request, service, asked, ask, writer, chat=False, echo=echo)
+    answer = Answer(service.text, text_generation(asked, service.text), asked.stops)
+    echo = service.text.decode(answer.request.prompt) if asked.echo else ""
+    return await _answer(request, service, asked, answer, writer, chat=False, echo=echo)
 
 
 async def body_of(request: Request) -> bytes:
@@ -61,10 +61,10 @@ def _demand_model(service: Service, name: str) -> None:
 
 
 async def _answer(
-    request: Request, service: Service, asked: Common, ask: Ask, writer: Writer, *, chat: bool, echo: str = ""
+    request: Request, service: Service, asked: Common, answer: Answer, writer: Writer, *, chat: bool, echo: str = ""
 ) -> Response:
-    signature = service.signature(writer)
-    if signature and ask.logprobs is not None:
+    signature, with_logprobs = service.signature(writer), answer.request.logprobs is not None
+    if signature and with_logprobs:
         raise refused("The draft answers alone for now, and gives no log-probabilities.", "logprobs")
     name = ("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12)
     shape = Shape(
@@ -73,12 +73,11 @@ async def _answer(
         service.model,
         int(time.time()),
         service.text,
-        ask.logprobs is not None,
+        with_logprobs,
         asked.with_usage,
         bool(asked.paceline_marks),
         signature,
     )
-    answer = Answer(service.text, ask)
     if asked.stream:
         return await _stream(request, service, answer, writer, shape, echo)
 

@@ -1,4 +1,4 @@
-"""What clients ask for: JSON bodies, read straight into types with bounds, and turned into an `Ask`.
+"""What clients ask for: JSON bodies, read straight into types with bounds, and turned into a `GenerationRequest`.
 
 Fields that are not known are ignored, as OpenAI's own servers of other makers do; fields that are known and cannot be
 honoured are refused, because an answer that silently ignores one would be a wrong answer.
@@ -6,15 +6,14 @@ honoured are refused, because an answer that silently ignores one would be a wro
 
 import re
 import secrets
-from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
-from paceline.edge.answer import Ask
 from paceline.edge.api.errors import ApiError, refused
 from paceline.edge.text import Text, Turn
 from paceline.protocol.messages import GRAMMAR, MAX_GRAMMAR, MAX_LOGPROBS, Welcome
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling, TokenId
 
 T = TypeVar("T")
@@ -110,8 +109,8 @@ def read(body: bytes, kind: type[T]) -> T:
         raise ApiError(400, f"The body is not JSON: {e}") from None
 
 
-def chat_ask(request: ChatRequest, text: Text, cloud: Welcome) -> Ask:
-    """A chat request as an Ask for that verifier. Raises ApiError, PacelineError."""
+def chat_generation(request: ChatRequest, text: Text, cloud: Welcome) -> GenerationRequest:
+    """What a chat asks of that verifier. Raises ApiError, PacelineError."""
     _demand_one(request.n, "n")
     if request.functions or (request.tools and request.tool_choice != "none"):
         raise refused('This server calls no tools; leave `tools` out, or set `tool_choice` to "none".', "tools")
@@ -121,25 +120,27 @@ def chat_ask(request: ChatRequest, text: Text, cloud: Welcome) -> Ask:
     limit = request.max_completion_tokens or request.max_tokens
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     room = max(cloud.context - len(prompt), 1)
-    ask = _ask(request, text, prompt, limit or room, logprobs)
-    return replace(ask, grammar=_grammar(request.response_format, cloud))
+    grammar = _grammar(request.response_format, cloud)
+    return _generation(request, text, prompt, limit or room, logprobs, grammar)
 
 
-def text_ask(request: TextRequest, text: Text) -> Ask:
-    """A completion of bare text as an Ask. Raises ApiError."""
+def text_generation(request: TextRequest, text: Text) -> GenerationRequest:
+    """What a completion of bare text asks for. Raises ApiError."""
     _demand_one(request.n, "n")
     _demand_one(request.best_of, "best_of")
     if request.suffix:
         raise refused("This server does not fill in the middle; leave `suffix` out.", "suffix")
     if request.echo and request.logprobs is not None:
         raise refused("`echo` together with `logprobs` is not offered.", "echo")
-    return _ask(request, text, _prompt(request, text), request.max_tokens or 16, request.logprobs)
+    return _generation(request, text, _prompt(request, text), request.max_tokens or 16, request.logprobs)
 
 
-def _ask(request: Common, text: Text, prompt: list[int], max_tokens: int, logprobs: int | None) -> Ask:
+def _generation(
+    request: Common, text: Text, prompt: list[int], max_tokens: int, logprobs: int | None, grammar: str = ""
+) -> GenerationRequest:
     if not prompt:
         raise ApiError(400, "The prompt is empty.", param="prompt", code="invalid_prompt")
-    return Ask(tuple(prompt), _sampling(request), max_tokens, tuple(text.end_tokens), request.stops, logprobs)
+    return GenerationRequest(tuple(prompt), _sampling(request), max_tokens, text.end_tokens, logprobs, grammar)
 
 
 def _grammar(form: ResponseFormat | None, cloud: Welcome) -> str:

@@ -93,7 +93,7 @@ class Service:
 
     def _count(self, answer: Answer) -> None:
         m = self.metrics
-        m.prompt_tokens.inc(len(answer.ask.prompt))
+        m.prompt_tokens.inc(len(answer.request.prompt))
         m.tokens.inc(answer.count)
         if answer.generation is not None:
             f = answer.generation.figures

@@ -99,7 +99,7 @@ class Shape:
 
 
 def usage(answer: Answer) -> Json:
-    prompt, count = len(answer.ask.prompt), answer.count
+    prompt, count = len(answer.request.prompt), answer.count
     return {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
 
 

@@ -5,16 +5,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from paceline.cloud.engines.toy import ToyEngine
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling, choose
 
 
-@dataclass(frozen=True)
-class Question:
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-
+class Question(GenerationRequest, frozen=True):
     @classmethod
     def drawn(cls, random: Random, vocabulary_size: int, longest: int = 60) -> "Question":
         """Any question: greedy, seeded, filtered or penalised; one in three ends at a stop token."""

@@ -14,6 +14,7 @@ from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.held import Keeping, read_held
 from paceline.edge.websocket import Address
 from paceline.protocol.channel import Channel
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.kills import connecting, real_agent
 
@@ -43,8 +44,8 @@ async def _answer(urls: list[str], state: Path, tokens: int, seed: int) -> list[
     text = list(held.tokens) if held is not None else []
     print(f"from {len(text)}", file=sys.stderr, flush=True)
     async with agent:
-        sampling = Sampling(seed=seed, temperature=0.9)
-        events = keeping.go_on(held) if held is not None else keeping.generate((1, 2, seed % 12), sampling, tokens)
+        request = GenerationRequest((1, 2, seed % 12), Sampling(seed=seed, temperature=0.9), tokens)
+        events = keeping.go_on(held) if held is not None else keeping.generate(request)
         async for event in events:
             text.extend(event.tokens)
     return text

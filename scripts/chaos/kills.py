@@ -138,7 +138,7 @@ async def ask(
 ) -> None:
     """Count the answer; one that is left after `stop_after` tokens must be the beginning of the right one."""
     got: list[int] = []
-    events = agent.generate(question.prompt, question.sampling, question.max_tokens, stop_ids=question.stop_ids)
+    events = agent.generate(question)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS), aclosing(events):
             async for event in events:

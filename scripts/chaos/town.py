@@ -235,14 +235,7 @@ class Edge:
         await self._alive.wait()
         agent, begun = self._agent, list[Generation]()
         assert agent is not None
-        events = agent.generate(
-            question.prompt,
-            question.sampling,
-            question.max_tokens,
-            stop_ids=question.stop_ids,
-            held=tuple(got),
-            report=begun.append,
-        )
+        events = agent.generate(question, begun.append, held=tuple(got))
         try:
             async for event in events:
                 got.extend(event.tokens)

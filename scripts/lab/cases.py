@@ -7,7 +7,7 @@ cache, one file per (model file, prompt, parameters, length), and are only made 
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 from paceline.cloud.engine import Engine, Work
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling
 
 Report = Callable[[int, int], None]  # done, total
@@ -39,6 +40,11 @@ class Case:
     prompt: tuple[int, ...]
     sampling: Sampling
     text: tuple[int, ...]
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What is asked for when the whole text is wanted, and not a token more."""
+        return GenerationRequest(self.prompt, self.sampling, len(self.text))
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -65,17 +71,15 @@ def spread(prompts: Sequence[Prompt], count: int, skip: int = 0) -> list[Prompt]
     return chosen
 
 
-def write_text(
-    engine: Engine, prompt: Sequence[int], sampling: Sampling, max_tokens: int, stop_ids: Iterable[int]
-) -> list[int]:
+def write_text(engine: Engine, request: GenerationRequest) -> list[int]:
     """What the target writes by itself, one token a step. Raises the engine's own error."""
-    stops, text = frozenset(stop_ids), list[int]()
-    history = History(prompt) if sampling.penalised else None
-    handle = engine.open(prompt)
+    stops, text = frozenset(request.stop_ids), list[int]()
+    history = History(request.prompt) if request.sampling.penalised else None
+    handle = engine.open(request.prompt)
     try:
-        while len(text) < max_tokens and not (text and text[-1] in stops):
-            missing = tuple([*prompt, *text][engine.length(handle) :])
-            [walk] = engine.verify([Work(handle, missing, Plan(), sampling, history)])
+        while len(text) < request.max_tokens and not (text and text[-1] in stops):
+            missing = tuple([*request.prompt, *text][engine.length(handle) :])
+            [walk] = engine.verify([Work(handle, missing, Plan(), request.sampling, history)])
             if not isinstance(walk, Walk):
                 raise walk or PacelineError("the engine chose nothing")
             text.append(walk.token)
@@ -93,24 +97,23 @@ class Recordings:
         self._folder, self._engine = folder, engine
         self._model, self._loaded = _identity(model), list[Engine]()
 
-    def text(
-        self, prompt: Sequence[int], sampling: Sampling, max_tokens: int, stop_ids: Sequence[int]
-    ) -> tuple[int, ...]:
+    def text(self, request: GenerationRequest) -> tuple[int, ...]:
         """What the target writes. A damaged recording is made anew."""
-        request = {"model": self._model, "prompt": list(prompt), "stop": sorted(stop_ids), "max": max_tokens}
-        request["sampling"] = msgspec.to_builtins(sampling)
-        key = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:32]
+        prompt, stops = list(request.prompt), sorted(request.stop_ids)
+        asked = {"model": self._model, "prompt": prompt, "stop": stops, "max": request.max_tokens}
+        asked["sampling"] = msgspec.to_builtins(request.sampling)
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:32]
         path = self._folder / f"{key}.json"
         try:
             found = json.loads(path.read_text())
-            if found["request"] == request:
+            if found["request"] == asked:
                 return tuple(int(t) for t in found["text"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
         if not self._loaded:
             self._loaded.append(self._engine())
-        text = write_text(self._loaded[0], prompt, sampling, max_tokens, stop_ids)
-        write_whole(path, json.dumps({"request": request, "text": text}))
+        text = write_text(self._loaded[0], request)
+        write_whole(path, json.dumps({"request": asked, "text": text}))
         return tuple(text)
 
 

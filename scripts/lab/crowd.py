@@ -86,8 +86,7 @@ class CrowdEdge:
 
     def _ask(self) -> None:
         self._book = next(self._books)
-        case = self._book.case
-        self.session = EdgeSession(case.prompt, case.sampling, len(case.text))
+        self.session = EdgeSession(self._book.case.request)
         tree, now = self.session.tree, self._loop.time()
         self._pages: dict[int, Page] = {tree.root: self._book.along[0]}
         self._weight = {tree.root: tree.weight(tree.root)}

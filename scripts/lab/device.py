@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from paceline.edge.agent import Agent
 from paceline.edge.draft import Draft, Extended
 from paceline.edge.drafts.llamacpp import LlamaDraft
@@ -51,7 +52,7 @@ async def answer(job: dict[str, Any], draft: Draft, policy: str, case: Case, url
     )  # fmt: skip
     async with agent:
         await asyncio.sleep(SETTLE)
-        async for _ in agent.generate(case.prompt, case.sampling, 1):
+        async for _ in agent.generate(replace(case.request, max_tokens=1)):
             pass
         found = await ask(agent, case, time.perf_counter, Events())
     pool.shutdown(cancel_futures=True)

@@ -138,7 +138,7 @@ async def ask(agent: Agent, case: Case, clock: Callable[[], float], events: Even
     traffic = replace(agent.link.traffic)
     agent.link.traffic.largest = 0
     events.asked = clock()
-    async for event in agent.generate(case.prompt, case.sampling, len(case.text), report=made.append):
+    async for event in agent.generate(case.request, made.append):
         tokens.extend(event.tokens)
     events.ended = clock()
     f, now = made[0].figures, agent.link.traffic

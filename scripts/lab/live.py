@@ -9,6 +9,7 @@ from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
 
@@ -22,11 +23,11 @@ def measured(address: Address, vocabulary: Path) -> tuple[float, float]:
 
 async def _measure(address: Address, vocabulary: Path) -> tuple[float, float]:
     text = Text(vocabulary)
-    prompt, steps = text.prompt([{"role": "user", "content": "Count from one to fifty."}]), list[float]()
+    prompt, steps = tuple(text.prompt([{"role": "user", "content": "Count from one to fifty."}])), list[float]()
     async with running_agent(
         Settings((address,), vocabulary, None, cache_folder(), attempts=3), text, policy("ar")
     ) as agent:
-        async for event in agent.generate(prompt, Sampling(), TOKENS):
+        async for event in agent.generate(GenerationRequest(prompt, Sampling(), TOKENS)):
             steps.append(event.commit.step)
         await asyncio.sleep(0.5)  # some more pings
         round_trip = agent.link.round_trip.seconds

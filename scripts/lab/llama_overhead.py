@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from msgspec.structs import replace
 from paceline.cloud.connection import House
 from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.cloud.scheduler import Scheduler
@@ -32,6 +33,7 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address, SocketChannel
 from paceline.protocol.channel import Channel
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 
 T = TypeVar("T")
@@ -153,15 +155,16 @@ async def _measure(
     cloud: CloudThread, draft: FileDraft, text: Text, question: str, sampling: Sampling, max_tokens: int
 ) -> Overhead:
     thread = Thread("draft")
-    prompt = text.prompt([{"role": "user", "content": question}])
+    prompt = tuple(text.prompt([{"role": "user", "content": question}]))
+    request = GenerationRequest(prompt, sampling, max_tokens, text.end_tokens)
     async with _edge(draft, text, thread, cloud.port) as agent:
-        async for _ in agent.generate(prompt, sampling, 1):  # both ends have read the prompt
+        async for _ in agent.generate(replace(request, max_tokens=1)):  # both ends have read the prompt
             pass
         made: list[Generation] = []
         up, begin_cloud = agent.link.traffic.up, cloud.side()
         begin = Side(time.thread_time(), thread.seconds, agent.forward_seconds)
         tokens = 0
-        async for event in agent.generate(prompt, sampling, max_tokens, stop_ids=text.end_tokens, report=made.append):
+        async for event in agent.generate(request, made.append):
             tokens += len(event.tokens)
         edge = Side(time.thread_time(), thread.seconds, agent.forward_seconds).since(begin)
         figures, traffic = made[0].figures, agent.link.traffic

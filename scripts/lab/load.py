@@ -31,6 +31,7 @@ from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.edge_session import EdgeSession, Phase
 from paceline.protocol.errors import EngineError
 from paceline.protocol.messages import Hello
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.tree import State
 from paceline.protocol.vocabulary import Vocabulary
@@ -113,7 +114,7 @@ class RecordedEdge:
     ) -> None:
         self._channel, self._text, self._setting, self._lies = channel, text, setting, lies
         self._wrong = [random.random() >= setting.agree for _ in text]
-        self.session = EdgeSession(text[:1], Sampling(), len(text) - 1)
+        self.session = EdgeSession(GenerationRequest(tuple(text[:1]), Sampling(), len(text) - 1))
         self.commits: list[tuple[float, int]] = []  # when, and how many tokens
         self._tip = self.session.tree.root
 

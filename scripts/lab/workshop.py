@@ -9,6 +9,7 @@ from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.edge.draft import Candidates
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case, Prompt, Recordings
@@ -46,7 +47,7 @@ class Workshop:
         cases = []
         for p in prompts:
             tokens = tuple(self.text.prompt([{"role": "user", "content": p.text}]))
-            text = recordings.text(tokens, sampling, max_tokens, self.text.end_tokens)
+            text = recordings.text(GenerationRequest(tokens, sampling, max_tokens, self.text.end_tokens))
             cases.append(Case(p.name, p.category, tokens, sampling, text))
             done()
         return cases

@@ -15,6 +15,7 @@ from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.serve import listening
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.pairs import vocabulary_of
 
@@ -71,12 +72,14 @@ async def test_a_draft_that_failed_for_good_answers_nobody(settings: Settings, m
     async with running_agent(settings, text, policy("stream")) as agent:
         service = Service(agent, text, "mine", "test", patience=0.2, alone=True)
         assert agent.draft is not None
-        monkeypatch.setattr(agent.draft, "extend", fail)
-        asking = asyncio.create_task(anext(agent.generate((1, 2, 3), Sampling(), 8)))
+        monkeypatch.setattr(agent.draft, "open", fail)
+        begun: list[object] = []
+        asking = asyncio.create_task(anext(agent.generate(GenerationRequest((1, 2, 3), Sampling(), 8), begun.append)))
         async with asyncio.timeout(120):
-            while agent.draft is not None:  # noqa: ASYNC110 - nobody tells
+            while agent.draft is not None:
                 await asyncio.sleep(0.01)
-        asking.cancel()
+                if begun:
+                    asking.cancel()  # what it left for the draft to do is done then
         async with (
             listening(application(service), "127.0.0.1", 0) as url,
             httpx.AsyncClient(base_url=url, timeout=120) as http,

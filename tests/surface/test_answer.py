@@ -4,9 +4,10 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from paceline.edge.answer import Answer, Ask, StopStrings, Token
+from paceline.edge.answer import Answer, StopStrings, Token
 from paceline.protocol.edge_session import Committed
 from paceline.protocol.messages import Commit
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 
 
@@ -43,7 +44,7 @@ def test_no_more_is_held_back_than_may_become_a_stop() -> None:
 
 
 def test_a_token_counts_and_is_marked_by_what_the_cloud_accepted() -> None:
-    answer = Answer(None, Ask((1,), Sampling(), 9, stop_ids=(5,)))  # type: ignore[arg-type]
+    answer = Answer(None, GenerationRequest((1,), Sampling(), 9, (5,)))  # type: ignore[arg-type]
     commit = Commit(sid=1, base=0, tokens=(3, 4, 5), accepted=2)
     tokens = list(answer._tokens(Committed((4, 5), (), commit), lambda t: "x" * t))
     assert tokens == [Token(4, "xxxx", 4, True)]

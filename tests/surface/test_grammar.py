@@ -8,11 +8,12 @@ import msgspec
 import openai
 import pytest
 from paceline.cloud.grammar import Grammars
-from paceline.edge.answer import Answer, Ask
+from paceline.edge.answer import Answer
 from paceline.edge.policies import policy
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.websocket import Address
 from paceline.protocol.errors import PacelineError, ProtocolError
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 
 SCHEMA: dict[str, Any] = {
@@ -78,10 +79,11 @@ def test_a_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, schem
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(seed=9, temperature=1.1, top_p=0.9, repetition_penalty=1.1)])
 async def test_the_draft_changes_nothing(system: Any, tmp_path: Path, sampling: Sampling) -> None:
     """The same request with a draft, which knows nothing of the grammar, and without one."""
-    ask = Ask(tuple(system.text.prompt(ASK)), sampling, 60, tuple(system.text.end_tokens), grammar=json.dumps(SCHEMA))
+    prompt, ends = tuple(system.text.prompt(ASK)), system.text.end_tokens
+    request = GenerationRequest(prompt, sampling, 60, ends, grammar=json.dumps(SCHEMA))
 
     async def written(writer: Any) -> tuple[str, list[int]]:
-        answer = Answer(system.text, ask)
+        answer = Answer(system.text, request)
         text = "".join([piece.text async for piece in answer.pieces(writer)])
         assert answer.generation is not None
         return text, answer.generation.session.committed
