@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.cloud.connection import Connection
 from paceline.cloud.front import Front, Page
-from paceline.protocol.channel import ChannelClosed
+from paceline.protocol.channel import ChannelClosed, close_reason
 from paceline.protocol.messages import SUBPROTOCOL
 
 Message = MutableMapping[str, Any]
@@ -65,8 +65,7 @@ class AsgiChannel:
         if self._reading is not None and not self._reading.done():
             self._reading.cancel()
         with suppress(*GONE):
-            said = reason.encode()[:120].decode(errors="ignore")
-            await self._send({"type": "websocket.close", "code": 1000, "reason": said})
+            await self._send({"type": "websocket.close", "code": 1000, "reason": close_reason(reason)})
 
     def _ended(self, why: str) -> str:
         self._end = why or "the link was cut"

@@ -11,7 +11,7 @@ from typing import TypeVar
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.front import Front, Page
 from paceline.cloud.keys import Keys
-from paceline.protocol.channel import ChannelClosed
+from paceline.protocol.channel import ChannelClosed, close_reason
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL
 from websockets.asyncio.server import Server, ServerConnection, serve
@@ -43,7 +43,7 @@ class SocketChannel:
 
     async def close(self, reason: str = "") -> None:
         with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
-            await self._socket.close(reason=reason.encode()[:120].decode(errors="ignore"))
+            await self._socket.close(reason=close_reason(reason))
 
 
 class OneThread:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.protocol.channel import ChannelClosed
+from paceline.protocol.channel import ChannelClosed, close_reason
 from paceline.protocol.errors import LinkError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL
 from websockets.asyncio.client import ClientConnection, connect
@@ -121,7 +121,7 @@ class SocketChannel:
 
     async def close(self, reason: str = "") -> None:
         with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
-            await self._socket.close(reason=reason.encode()[:120].decode(errors="ignore"))
+            await self._socket.close(reason=close_reason(reason))
 
 
 @dataclass(frozen=True)

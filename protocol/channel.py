@@ -17,3 +17,8 @@ class Channel(Protocol):
         ...
 
     async def close(self, reason: str = "") -> None: ...
+
+
+def close_reason(text: str) -> str:
+    """As much of `text` as fits into the frame that closes a websocket, which carries a code and 123 bytes (RFC 6455, 5.5)."""
+    return text.encode()[:123].decode(errors="ignore")

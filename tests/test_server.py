@@ -14,12 +14,14 @@ from paceline.cloud.connection import House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start
+from paceline.edge.websocket import Address, SocketChannel
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import Code, PacelineError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL, Commit, Error, Hello, Message, Open, Opened, Ping
 from paceline.protocol.sampling import Sampling
 from rig import plain
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 TOY = ToyEngine()
@@ -76,6 +78,19 @@ async def freed(house: House, engine: ToyEngine, seconds: float = 20.0) -> None:
     while len(house.scheduler) or engine._sequences or house.connections:
         assert time.monotonic() < end, "not freed"
         await asyncio.sleep(0.01)
+
+
+async def test_a_reason_that_is_too_long_to_be_told_is_cut_between_two_characters() -> None:
+    told: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+    async def handle(socket_: ServerConnection) -> None:
+        await socket_.wait_closed()
+        told.set_result(socket_.close_reason)
+
+    async with serve(handle, "127.0.0.1", 0, subprotocols=[SUBPROTOCOL]) as server:  # type: ignore[list-item]
+        channel = await SocketChannel.connect(Address(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        await channel.close("é" * 100)
+        assert await told == "é" * 61  # of two bytes each, of 123
 
 
 @pytest.mark.parametrize("subprotocols", [None, ["chat"], ["paceline.v9"]])
