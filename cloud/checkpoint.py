@@ -33,9 +33,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.exists():
         raise EngineError(f"there is no model at {path}; give a GGUF file or a folder with config.json")
     if path.is_file():
-        from paceline.cloud.gguf_file import GgufFile
+        from paceline.cloud.gguf_checkpoint import GgufCheckpoint
 
-        return GgufFile(path)
+        return GgufCheckpoint(path)
     return Folder(path)
 
 

@@ -86,8 +86,9 @@ class TokenMap:
 
 
 def _arrays(path: Path) -> tuple[npt.NDArray[np.intp] | None, npt.NDArray[np.intp] | None]:
-    import gguf
+    from paceline.kernels.gguf_file import (
+        GgufHeader,  # only a draft with maps of its own waits for the library behind it
+    )
 
-    fields = gguf.GGUFReader(path).fields
-    found = (fields.get(TOKEN_MAP), fields.get(INPUT_MAP))
-    return tuple(None if f is None else np.array(f.contents(), np.intp) for f in found)  # type: ignore[return-value]
+    header = GgufHeader(path)
+    return header.integers(TOKEN_MAP), header.integers(INPUT_MAP)

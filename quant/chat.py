@@ -9,8 +9,9 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
+from paceline.kernels.gguf_file import GgufFile
+
 from .errors import RecipeError
-from .gguf_file import GgufFile
 from .hf_folder import read_json
 from .llama import library
 from .traces import chat as rendered

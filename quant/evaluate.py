@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufHeader
+from paceline.kernels.onnx_file import INPUT_MAP, TOKEN_MAP
 
-from .export import INPUT_MAP, TOKEN_MAP, read_map
-from .gguf_file import GgufFile
 from .llama import LlamaModel
 from .traces import Trace
 
@@ -36,9 +36,9 @@ class DraftView:
     """A draft in llama.cpp, speaking the target's ids."""
 
     def __init__(self, path: Path | str, threads: int = 1) -> None:
-        file = GgufFile(path)
+        file = GgufHeader(path)
         self.model = LlamaModel(path, threads=threads)
-        token_map, input_map = read_map(file, TOKEN_MAP), read_map(file, INPUT_MAP)
+        token_map, input_map = file.integers(TOKEN_MAP), file.integers(INPUT_MAP)
         self.to_target = np.arange(self.model.rows) if token_map is None else token_map
         self.to_row = self.to_target if input_map is None else input_map
 

@@ -20,8 +20,6 @@ from paceline.kernels.onnx_file import TOKEN_MAP as TOKEN_MAP
 from torch import Tensor
 
 from .decoder import Shape
-from .errors import WeightsError
-from .gguf_file import GgufFile
 from .grids import GRIDS, Grid, packed
 from .landing import landing
 
@@ -110,13 +108,3 @@ def write_draft(
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-
-
-def read_map(file: GgufFile, key: str) -> NDArray[np.int64] | None:
-    """A map of a draft, or None when its rows are the target's ids."""
-    value = file.metadata.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
-        raise WeightsError(f"{file.path.name}: {key} is not an array of integers.")
-    return value.astype(np.int64)

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufFile
 from paceline.kernels.onnx_file import INPUT_MAP, TARGET, TOKEN_MAP, read_onnx
 from paceline.protocol.vocabulary import Vocabulary, fingerprint
 
 from .errors import DraftError
-from .gguf_file import GgufFile
 from .hf_folder import folder_tokens
 from .landing import landing
 

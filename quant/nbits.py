@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufFile
 
 from .affine import BYTES, SUPER
 from .errors import WeightsError
-from .gguf_file import GgufFile
 
 BLOCK = 32
 PIECE = 1 << 15  # blocks fitted at a time

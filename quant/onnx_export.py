@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufFile
 from paceline.kernels.onnx_file import INPUT_MAP, LARGEST, LAYOUT, TARGET, TOKEN_MAP
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -23,7 +24,6 @@ from . import folder, nbits
 from .decoder import EMBEDDING, HEAD, LAST_NORM, Shape
 from .errors import DraftError, RecipeError
 from .families import gguf_shape
-from .gguf_file import GgufFile
 from .landing import landing
 from .nbits import Blocks
 from .vocab import write_vocabulary

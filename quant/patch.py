@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufFile, TensorInfo
 
 from .affine import q4_k
 from .errors import DraftError
-from .gguf_file import GgufFile, TensorInfo
 from .landing import landing
 
 MAGIC = b"PACELINE-PATCH-1\n"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from paceline.kernels.gguf_file import GgufFile
 
 from .build import kept_rows
-from .gguf_file import GgufFile
 from .target import Target, neighbours
 
 

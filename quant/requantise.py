@@ -11,9 +11,10 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 
+from paceline.kernels.gguf_file import GgufHeader
 from paceline.protocol.errors import PacelineError
 from paceline.quant.landing import full, landing, require_space
-from paceline.quant.vocab import CorruptModelError, read_header
+from paceline.quant.vocab import CorruptModelError
 
 
 class Kind(StrEnum):
@@ -34,9 +35,9 @@ def requantise(src: Path, dst: Path, kind: Kind, *, threads: int = 0) -> None:
     """Write the model at `src` to `dst` with its matrices in `kind`; whole or not at all. `threads` 0: all cores.
 
     Weights that are quantised already are unpacked first, so the result is a little worse than one made from the
-    original. Raises `CorruptModelError`, `RequantiseError` and `DiskError`; `dst` is then untouched.
+    original. Raises EngineError, `CorruptModelError`, `RequantiseError` and `DiskError`; `dst` is then untouched.
     """
-    if read_header(src).tensors == 0:
+    if GgufHeader(src).tensor_count == 0:
         raise CorruptModelError(f"{src} holds a vocabulary only, no weights: choose the whole model.")
     # Q8_0, the widest kind here, is never larger than the file it is made from by more than this factor (from 4 bits).
     require_space(dst.parent, needed := src.stat().st_size * (2 if kind is Kind.Q8_0 else 1))

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import gguf
 import torch
+from paceline.kernels.gguf_file import GgufFile
 from paceline.protocol.vocabulary import Vocabulary
 from torch import Tensor
 
 from .decoder import EMBEDDING, HEAD, LAST_NORM, LINEARS, Shape, working
 from .errors import WeightsError
 from .families import gguf_name, gguf_shape, hf_architecture, hf_shape
-from .gguf_file import GgufFile
 from .hf_folder import folder_tokens, read_json, safetensors_table
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.kernels.gguf_file import GgufFile
+
 from .errors import RecipeError
-from .gguf_file import GgufFile
 from .landing import landing
 from .llama import LlamaModel, sampler
 

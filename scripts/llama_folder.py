@@ -19,16 +19,16 @@ def write_folder(model: Path, folder: Path) -> Path:
 
     Raises EngineError for a model of another family, and DiskError.
     """
-    from paceline.cloud.gguf_file import GgufFile
+    from paceline.cloud.gguf_checkpoint import GgufCheckpoint
 
     if (folder / "model.safetensors").is_file():
         return folder
-    source = GgufFile(model)
+    source = GgufCheckpoint(model)
     if source.config.family != "llama" or source.config.rope.kind != "default":
         raise EngineError(f"{model}: only plain Llama models can be written as a folder")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        fields = _fields(model)
+        fields = source.metadata
         (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(fields), ensure_ascii=False))
         (folder / "tokenizer_config.json").write_text(json.dumps(_settings(fields)))
         (folder / "config.json").write_text(json.dumps(_config(source.config)))
@@ -84,12 +84,6 @@ def _config(c: Any) -> dict[str, Any]:
         "tie_word_embeddings": c.tied,
         "torch_dtype": "float32",
     }
-
-
-def _fields(model: Path) -> dict[str, Any]:
-    from gguf import GGUFReader
-
-    return {key: field.contents() for key, field in GGUFReader(model).fields.items() if key.startswith("tokenizer")}
 
 
 def _settings(fields: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import platformdirs
 from filelock import FileLock
+from paceline.kernels.gguf_file import MAGIC
 from paceline.protocol.errors import PacelineError
 from paceline.quant import shipped
 from paceline.quant.landing import disk_errors, landing, require_space
-from paceline.quant.vocab import MAGIC, CorruptModelError
+from paceline.quant.vocab import CorruptModelError
 from paceline.scripts.catalogue import MODELS, PAIRS, Model, PairRecipe
 from paceline.scripts.downloads import DownloadError, Report, check, held, silent
 from paceline.scripts.wheels import fetch_wheel, join

@@ -1,9 +1,13 @@
 """Weights on disk: what is read, and what is said of files that are missing, cut short, or do not belong together."""
 
 import json
+import struct
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
@@ -49,7 +53,7 @@ def test_tensors_may_have_a_prefix_as_multimodal_models_give_them(tmp_path: Path
     assert torch.equal(row_logits(bring_up(folder, OPTIONS), TEXT, [0]), whole)
 
 
-def write_gguf(path: Path, family: str) -> None:
+def write_gguf(path: Path, family: str, types: Mapping[str, npt.DTypeLike] = MappingProxyType({})) -> None:
     """The random model of a family as converters write it: interleaved heads for Llama, 1 + w norms for Gemma."""
     c = config_of(family)
     arch = {"gemma3_text": "gemma3"}.get(c["model_type"], c["model_type"])
@@ -79,7 +83,7 @@ def write_gguf(path: Path, family: str) -> None:
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             halves = value.reshape(-1, 2, c["head_dim"] // 2, *value.shape[1:])
             value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
-        w.add_tensor(target, value)
+        w.add_tensor(target, value.astype(types.get(target, value.dtype)))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -147,13 +151,24 @@ def test_a_gguf_file_cut_short_is_said_to_be(share: float, tmp_path: Path) -> No
     write_gguf(path, "llama2")
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * share)])
-    refused(path, "not a whole GGUF file")
+    refused(path, r"m\.gguf (cannot be read as a|is not a usable) GGUF file")
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(1000))
-    refused(path, "not a whole GGUF file")
+    refused(path, "does not begin with GGUF")
+
+
+def test_a_header_that_claims_more_than_there_is_is_not_believed(tmp_path: Path) -> None:
+    tensor = struct.pack("<Q", 1) + b"t" + struct.pack("<IQQIQ", 2, 1 << 40, 1 << 40, 0, 0)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + tensor)
+    refused(tmp_path / "m.gguf", "tensor 't' lies beyond its end")
+
+
+def test_weights_of_a_type_that_is_not_read_are_named_with_the_way_out(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "qwen2", {"blk.1.ffn_up.weight": np.int32})
+    refused(tmp_path / "m.gguf", r"blk\.1\.ffn_up\.weight' is I32, which is not read here\. Try --engine llamacpp")
 
 
 def test_a_gguf_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:

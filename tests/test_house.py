@@ -38,7 +38,7 @@ NEVER = {
     "edge": {"torch"},
 }
 #: Heavy or optional: never imported by merely importing a package's modules, except the modules that are made for one.
-TORCH = "batch|checkpoint|gguf_file|graphs|kv|loader|logprobs|model|pages|product|quantised|random_checkpoint"
+TORCH = "batch|checkpoint|gguf_checkpoint|graphs|kv|loader|logprobs|model|pages|product|quantised|random_checkpoint"
 TORCH += "|torch_target|witness"  # modules of the torch engine in cloud/
 OPTIONAL = ["ray", "torch", "triton", "llama_cpp", "bitsandbytes", "transformers", "onnxruntime", "onnx"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import llama_cpp
 import pytest
+from paceline.protocol.errors import EngineError
 from paceline.quant.landing import DiskError
 from paceline.quant.requantise import Kind, RequantiseError, requantise
 from paceline.quant.vocab import CorruptModelError, write_vocabulary
@@ -47,7 +48,7 @@ def test_what_is_no_model_is_refused(smollm2_path: Path, tmp_path: Path) -> None
     with pytest.raises(CorruptModelError, match="no weights"):
         requantise(tmp_path / "v.gguf", tmp_path / "draft.gguf", Kind.Q8_0)
     (tmp_path / "text.gguf").write_text("hello")
-    with pytest.raises(CorruptModelError, match="not a GGUF"):
+    with pytest.raises(EngineError, match="not begin with GGUF"):
         requantise(tmp_path / "text.gguf", tmp_path / "draft.gguf", Kind.Q8_0)
 
 

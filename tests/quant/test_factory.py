@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+from paceline.kernels.gguf_file import GgufFile
 from paceline.quant import factory
 from paceline.quant.errors import RecipeError
-from paceline.quant.gguf_file import GgufFile
 
 
 def test_layers_can_be_named(tiny: Path, tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from paceline.kernels.gguf_file import GgufFile
 from paceline.quant import factory, folder
 from paceline.quant.cli import app
 from paceline.quant.errors import DraftError, RecipeError, WeightsError
 from paceline.quant.evaluate import DraftView, agreement, see_all
-from paceline.quant.gguf_file import GgufFile
 from paceline.quant.target import open_target, vocabulary
 from paceline.quant.traces import Trace
 from typer.testing import CliRunner

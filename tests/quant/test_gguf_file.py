@@ -8,8 +8,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from paceline.quant.errors import WeightsError
-from paceline.quant.gguf_file import GgufFile
+from paceline.kernels.gguf_file import GgufFile, GgufHeader
+from paceline.protocol.errors import EngineError
 
 
 def test_reads_what_the_reference_reader_reads(tiny: Path) -> None:
@@ -34,7 +34,7 @@ def test_every_cut_is_refused_with_the_file_named(tiny: Path, tmp_path: Path) ->
     for size in [0, 3, 4, 7, 12, 23, 24, 100, 1_000, 5_000, len(data) // 2, len(data) - 40]:
         cut = tmp_path / f"cut{size}.gguf"
         cut.write_bytes(data[:size])
-        with pytest.raises(WeightsError, match=f"cut{size}"):
+        with pytest.raises(EngineError, match=f"cut{size}"):
             GgufFile(cut)
 
 
@@ -81,7 +81,7 @@ def test_hostile_headers_are_refused_without_a_large_allocation(what: str, tmp_p
     path = tmp_path / "hostile.gguf"
     path.write_bytes(HOSTILE[what])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(WeightsError, match=r"hostile\.gguf"):
+    with pytest.raises(EngineError, match=r"hostile\.gguf"):
         GgufFile(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000  # kilobytes
 
@@ -98,12 +98,43 @@ def test_random_damage_never_escapes_as_another_error(tiny: Path, tmp_path: Path
             file = GgufFile(path)
             for name in file.tensors:
                 file.raw(name)
-        except WeightsError:
+        except EngineError:
             pass
 
 
+def test_tokens_that_are_no_text_are_spelt_as_llama_spells_them(tmp_path: Path) -> None:
+    text = struct.pack("<IQ", 8, 2) + struct.pack("<Q", 1) + b"a" + struct.pack("<Q", 3) + b"\xff\xfeb"
+    (tmp_path / "m.gguf").write_bytes(header(entry(b"tokens", 9, text)))
+    found = GgufHeader(tmp_path / "m.gguf")
+    assert found.metadata["tokens"] == ["a", b"\xff\xfeb".decode("utf-8", "replace")]
+    assert found.entry("tokens") == entry(b"tokens", 9, text)
+
+
+def test_metadata_is_read_whatever_the_tensors_are(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(
+        header(entry(b"a", 4, struct.pack("<I", 7)), tensors=1) + b"of a type yet to come"
+    )
+    assert GgufHeader(tmp_path / "m.gguf").metadata == {"a": 7}
+    with pytest.raises(EngineError, match=r"m\.gguf"):
+        GgufFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", [4, 5, 10, 11])
+def test_arrays_of_integers_are_told_from_others(tmp_path: Path, kind: int) -> None:
+    form = {4: "<3I", 5: "<3i", 10: "<3Q", 11: "<3q"}[kind]
+    path, whole = tmp_path / "m.gguf", struct.pack("<IQ", kind, 3) + struct.pack(form, 1, 2, 3)
+    path.write_bytes(header(entry(b"map", 9, whole), entry(b"half", 9, struct.pack("<IQf", 6, 1, 0.5)), entries=2))
+    found = GgufHeader(path)
+    read = found.integers("map")
+    assert read is not None
+    assert (read == [1, 2, 3]).all()
+    assert found.integers("none") is None
+    with pytest.raises(EngineError, match="half is not an array of integers"):
+        found.integers("half")
+
+
 def test_a_missing_tensor_is_named(tiny: Path) -> None:
-    with pytest.raises(WeightsError, match=r"tiny\.gguf has no tensor 'blk\.9\.ffn_up\.weight'"):
+    with pytest.raises(EngineError, match=r"tiny\.gguf has no tensor 'blk\.9\.ffn_up\.weight'"):
         GgufFile(tiny).array("blk.9.ffn_up.weight")
 
 

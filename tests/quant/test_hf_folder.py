@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from paceline.kernels.gguf_file import GgufFile
 from paceline.quant import factory, folder
 from paceline.quant.build import halves
 from paceline.quant.errors import WeightsError
-from paceline.quant.gguf_file import GgufFile
 from paceline.quant.hf_folder import safetensors_table
 from paceline.quant.target import GgufTarget, open_target
 from safetensors.torch import save_file

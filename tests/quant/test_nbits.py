@@ -5,8 +5,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from paceline.kernels.gguf_file import GgufFile
 from paceline.quant.errors import WeightsError
-from paceline.quant.gguf_file import GgufFile
 from paceline.quant.nbits import Blocks, blocks_of, error, holds, joined, nearest
 
 ROWS, COLUMNS = 24, 512

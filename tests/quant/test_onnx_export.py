@@ -11,12 +11,12 @@ import paceline.quant
 import pytest
 import torch
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufFile
 from paceline.kernels.onnx_file import read_onnx
 from paceline.quant import decoder, factory, folder
 from paceline.quant.cli import app
 from paceline.quant.errors import DraftError, RecipeError
 from paceline.quant.families import gguf_shape
-from paceline.quant.gguf_file import GgufFile
 from paceline.quant.target import open_target, vocabulary
 from small_models import write_folder
 from typer.testing import CliRunner

@@ -1,14 +1,14 @@
 """Reading GGUF files that may be truncated or hostile: every count is checked against the bytes left before it is believed.
 
-Knows the container (header, metadata, tensor table) and dequantises single tensors; knows nothing about architectures.
-The file is mapped, not read: a tensor costs memory only while somebody holds it.
-"""
+Knows the container (header, metadata, tensor table; ggml, docs/gguf.md) and dequantises single tensors; knows nothing about
+architectures. The file is mapped, not read: a tensor costs memory only while somebody holds it.
 
-from __future__ import annotations
+    GgufHeader(path)    the metadata, whatever the tensors are
+    GgufFile(path)      that and the tensors
+"""
 
 import mmap
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from paceline.protocol.errors import EngineError
 
-from .errors import WeightsError
-
+MAGIC = b"GGUF"
 Value = Any  # a metadata scalar, string, numpy array or list of strings
 _SCALARS = {
     0: "<u1",
@@ -38,6 +38,10 @@ PIECE = 1 << 22  # elements dequantised at a time
 MAX_ENTRIES, MAX_TENSORS, MAX_NAME, MAX_DIMENSIONS = 65_536, 65_536, 65_535, 4
 
 
+class UnreadKind(EngineError):
+    """A tensor is of a type that is not dequantised here."""
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """shape: rows first (numpy order). offset: from the start of the file. kind: ggml's type number."""
@@ -55,8 +59,8 @@ class _Cursor:
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.data, self.at, self.path = data, 0, path
 
-    def fail(self, what: str) -> WeightsError:
-        return WeightsError(
+    def fail(self, what: str) -> EngineError:
+        return EngineError(
             f"{self.path.name} is not a usable GGUF file: {what} (at byte {self.at:,}). Get the file again."
         )
 
@@ -69,18 +73,25 @@ class _Cursor:
     def number(self, form: str) -> int:
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
 
-    def string(self, limit: int) -> str:
+    def string(self, limit: int) -> bytes:
         size = self.number("<Q")
         if size > limit:
             raise self.fail(f"a string claims {size:,} bytes")
+        return self.take(size)
+
+    def name(self) -> str:
         try:
-            return self.take(size).decode("utf-8")
+            return self.string(MAX_NAME).decode("utf-8")
         except UnicodeDecodeError:
-            raise self.fail("a string is not UTF-8") from None
+            raise self.fail("a name is not UTF-8") from None
+
+    def text(self) -> str:
+        """A value may be a token that is no UTF-8: it is spelt as `llama` spells it."""
+        return self.string(len(self.data)).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Value:
         if kind == _STRING:
-            return self.string(len(self.data))
+            return self.text()
         if kind == _ARRAY:
             return self.array(self.number("<I"), self.number("<Q"))
         if kind not in _SCALARS:
@@ -96,11 +107,11 @@ class _Cursor:
         if count * size > left:
             raise self.fail(f"an array claims {count:,} entries, more than the file can hold")
         if kind == _STRING:
-            return [self.string(left) for _ in range(count)]
+            return [self.text() for _ in range(count)]
         return np.frombuffer(self.take(count * size), _SCALARS[kind])
 
     def tensor(self) -> TensorInfo:
-        name, n = self.string(MAX_NAME), self.number("<I")
+        name, n = self.name(), self.number("<I")
         if not 0 < n <= MAX_DIMENSIONS:
             raise self.fail(f"tensor {name!r} claims {n} dimensions")
         shape = tuple(self.number("<Q") for _ in range(n))[::-1]
@@ -120,24 +131,6 @@ class _Cursor:
         return int(count // int(block) * int(size))
 
 
-def _header(cursor: _Cursor) -> tuple[dict[str, Value], dict[str, TensorInfo]]:
-    if cursor.take(4) != b"GGUF":
-        raise cursor.fail("it does not begin with GGUF")
-    if (version := cursor.number("<I")) not in (2, 3):
-        raise cursor.fail(f"its version is {version}; versions 2 and 3 are read here")
-    tensor_count, entry_count = cursor.number("<Q"), cursor.number("<Q")
-    if tensor_count > MAX_TENSORS or entry_count > MAX_ENTRIES:
-        raise cursor.fail(f"it claims {tensor_count:,} tensors and {entry_count:,} metadata entries")
-    metadata: dict[str, Value] = {}
-    for _ in range(entry_count):
-        key = cursor.string(MAX_NAME)
-        if key in metadata:
-            raise cursor.fail(f"the metadata key {key!r} appears twice")
-        metadata[key] = cursor.value(cursor.number("<I"))
-    infos = [cursor.tensor() for _ in range(tensor_count)]
-    return metadata, _placed(cursor, infos, metadata.get("general.alignment", 32))
-
-
 def _placed(cursor: _Cursor, infos: list[TensorInfo], alignment: Value) -> dict[str, TensorInfo]:
     """The tensor table with offsets from the file's start, each checked to lie inside the file."""
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -153,19 +146,58 @@ def _placed(cursor: _Cursor, infos: list[TensorInfo], alignment: Value) -> dict[
     return placed
 
 
-class GgufFile:
-    """A GGUF file's metadata and tensors, by name. Raises `WeightsError` when it cannot be trusted."""
+class GgufHeader:
+    """What a GGUF file says of itself before its tensors. Raises EngineError when it cannot be trusted."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise WeightsError(f"{self.path} cannot be read as a GGUF file: {error}.") from error
-        metadata, tensors = _header(_Cursor(self._data, self.path))
-        self.metadata: Mapping[str, Value] = metadata
-        self.tensors: Mapping[str, TensorInfo] = tensors
+        except (OSError, ValueError) as error:  # mmap refuses an empty file with a ValueError
+            raise EngineError(f"{self.path} cannot be read as a GGUF file: {error}.") from error
+        self._read(_Cursor(self._data, self.path))
+
+    def _read(self, cursor: _Cursor) -> None:
+        if cursor.take(4) != MAGIC:
+            raise cursor.fail("it does not begin with GGUF")
+        self.version = cursor.number("<I")
+        if self.version not in (2, 3):
+            raise cursor.fail(f"its version is {self.version}; versions 2 and 3 are read here")
+        self.tensor_count, entry_count = cursor.number("<Q"), cursor.number("<Q")
+        if self.tensor_count > MAX_TENSORS or entry_count > MAX_ENTRIES:
+            raise cursor.fail(f"it claims {self.tensor_count:,} tensors and {entry_count:,} metadata entries")
+        self.metadata: dict[str, Value] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        for _ in range(entry_count):
+            start, key = cursor.at, cursor.name()
+            if key in self.metadata:
+                raise cursor.fail(f"the metadata key {key!r} appears twice")
+            self.metadata[key] = cursor.value(cursor.number("<I"))
+            self._spans[key] = start, cursor.at
+
+    def entry(self, key: str) -> bytes:
+        """The bytes of a metadata entry as they stand in the file: key, type and value."""
+        start, stop = self._spans[key]
+        return self._data[start:stop]
+
+    def integers(self, key: str) -> NDArray[np.int64] | None:
+        """An array of integers, or None where the key is not there."""
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+            raise EngineError(f"{self.path.name}: {key} is not an array of integers.")
+        return value.astype(np.int64)
+
+
+class GgufFile(GgufHeader):
+    """A GGUF file's metadata and tensors, by name. Raises EngineError when it cannot be trusted."""
+
+    def _read(self, cursor: _Cursor) -> None:
+        super()._read(cursor)
+        infos = [cursor.tensor() for _ in range(self.tensor_count)]
+        self.tensors = _placed(cursor, infos, self.metadata.get("general.alignment", 32))
 
     def _release(self, offset: int, size: int) -> None:
         """Let the pages that lie wholly in a span go; a later reading maps them again. So that walking through a file bigger than
@@ -183,7 +215,7 @@ class GgufFile:
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise WeightsError(f"{self.path.name} has no tensor {name!r}.")
+            raise EngineError(f"{self.path.name} has no tensor {name!r}.")
         return self.tensors[name]
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
@@ -201,5 +233,5 @@ class GgufFile:
                 out[at : at + rows] = part.view(plain[kind]) if kind in plain else gguf.quants.dequantize(part, kind)
                 self._release(info.offset + (at + (start or 0)) * raw.shape[1], part.nbytes)
         except NotImplementedError:
-            raise WeightsError(f"{self.path.name}: tensor {name!r} is {kind.name}, which is not read here.") from None
+            raise UnreadKind(f"{self.path.name}: tensor {name!r} is {kind.name}, which is not read here.") from None
         return out if len(info.shape) == 2 else out.reshape(info.shape)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, dequantize
+from numpy.typing import NDArray
 from paceline.cloud.architecture import Config, from_gguf
 from paceline.cloud.checkpoint import check_shape
+from paceline.kernels.gguf_file import GgufFile, UnreadKind
 from paceline.protocol.errors import EngineError
 from torch import Tensor
 
@@ -38,44 +39,40 @@ _GEMMA_PARTS = {
 }
 
 
-class GgufFile:
+class GgufCheckpoint:
     norm_offset = 0.0  # Gemma's 1 + w is what the format stores
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            reader = GGUFReader(path)
-            self._fields = {key: field.contents() for key, field in reader.fields.items()}
-        except (OSError, ValueError, IndexError, KeyError, OverflowError, UnicodeError) as e:
-            raise EngineError(f"{path} is not a whole GGUF file ({e}); fetch it again") from e
-        self._tensors: dict[str, Any] = {t.name: t for t in reader.tensors}
-        self.name = str(self._fields.get("general.name") or path.stem)
-        self.spellings: list[str] = list(self._fields.get("tokenizer.ggml.tokens") or ())
+        self._path, self._file = path, GgufFile(path)
+        self.metadata = self._file.metadata
+        self.name = str(self.metadata.get("general.name") or path.stem)
+        tokens = self.metadata.get("tokenizer.ggml.tokens")
+        self.spellings: list[str] = tokens if isinstance(tokens, list) else []
         self.config = self._configure()
         self._parts = _PARTS | (_GEMMA_PARTS if self.config.gemma else {})
 
     def has(self, tensor: str) -> bool:
-        return self._gguf_name(tensor) in self._tensors
+        return self._gguf_name(tensor) in self._file.tensors
 
     def read(self, tensor: str, out: Tensor) -> None:
-        stored = self._stored(self._gguf_name(tensor))
-        check_shape(self._path, tensor, tuple(int(n) for n in reversed(stored.shape)), tuple(out.shape))
+        name = self._gguf_name(tensor)
+        check_shape(self._path, tensor, self._file.info(name).shape, tuple(out.shape))
         interleaved = self.config.family in ("llama", "mistral") and ("q_proj" in tensor or "k_proj" in tensor)
-        step = PIECE_HEADS * self.config.head_dim
+        step = PIECE_HEADS * self.config.head_dim if out.dim() == 2 else len(out)
         for first in range(0, len(out), step):
-            piece = self._dequantised(stored, slice(first, first + step))
+            piece = self._array(name, first, first + step)
             piece = _halves(piece, self.config.head_dim) if interleaved else piece
             out[first : first + step].copy_(torch.from_numpy(np.require(piece, requirements=["C", "W"])))
 
     def _configure(self) -> Config:
-        if "token_embd.weight" not in self._tensors or not self.spellings:
+        tensors = self._file.tensors
+        if "token_embd.weight" not in tensors or not self.spellings:
             raise EngineError(
                 f"{self._path} holds no language model with a vocabulary (no token_embd.weight or tokens)"
             )
-        rows = int(self._tensors["token_embd.weight"].shape[1])
-        scaled = self._tensors.get("rope_freqs.weight")
-        freqs = () if scaled is None else self._dequantised(scaled, slice(None)).tolist()
-        return from_gguf(self._fields, rows, tied="output.weight" not in self._tensors, factors=freqs)
+        rows = tensors["token_embd.weight"].shape[0]
+        freqs = self._array("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else ()
+        return from_gguf(self.metadata, rows, tied="output.weight" not in tensors, factors=freqs)
 
     def _gguf_name(self, tensor: str) -> str:
         stem, _, kind = tensor.rpartition(".")
@@ -84,17 +81,11 @@ class GgufFile:
         _, _, number, part = stem.split(".", 3)  # model.layers.N.part
         return f"blk.{number}.{self._parts[part]}.{kind}"
 
-    def _stored(self, name: str) -> Any:
-        if name not in self._tensors:
-            raise EngineError(f"{self._path} has no tensor {name!r}; fetch the file again")
-        return self._tensors[name]
-
-    def _dequantised(self, stored: Any, rows: slice) -> Any:
+    def _array(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         try:
-            return dequantize(stored.data[rows], stored.tensor_type)
-        except NotImplementedError as e:
-            kind = stored.tensor_type.name
-            raise EngineError(f"{self._path}: weights of type {kind} are not supported; try --engine llamacpp") from e
+            return self._file.array(name, start, stop)
+        except UnreadKind as e:
+            raise EngineError(f"{e} Try --engine llamacpp.") from None
 
 
 def _halves(value: Any, head_dim: int) -> Any:
