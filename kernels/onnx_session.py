@@ -14,7 +14,6 @@ import onnxruntime as ort
 from paceline.kernels.onnx_file import read_onnx
 from paceline.protocol.errors import EngineError
 
-Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 HIDDEN = np.float32(-1e30)  # what the bias says of a cell that is not the row's
 
@@ -60,7 +59,7 @@ class Cache:
         self.model, self.cells = model, 0
         self._binding = model.session.io_binding()
         self._buffers: dict[str, Any] = {}
-        self._logits: Floats = np.empty((0, model.layout.rows), np.float32)
+        self._logits: npt.NDArray[np.float32] = np.empty((0, model.layout.rows), np.float32)
         self.rearrange(np.zeros(0, np.intp), cells)
 
     def rearrange(self, kept: npt.NDArray[np.intp], cells: int) -> None:
@@ -79,7 +78,7 @@ class Cache:
     def step(
         self, tokens: Sequence[int], positions: Sequence[int], cells: Sequence[int],
         seen: Sequence[npt.NDArray[np.intp]], wanted: Sequence[bool],
-    ) -> Floats:  # fmt: skip
+    ) -> npt.NDArray[np.float32]:  # fmt: skip
         """Run rows, each into its cell of `cells`; row i attends to the cells `seen[i]`, its own among them.
 
         Returns logits [wanted rows, V], valid until the next call. Raises EngineError if the computation failed.
@@ -117,7 +116,7 @@ class Cache:
                 row[cells[-layout.window :]] = 0
             self._bind("near", self._for_heads(near))
 
-    def _for_heads(self, bias: Floats) -> Floats:
+    def _for_heads(self, bias: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """[S, T] once for each query head that shares a head of keys: [S * H / G, T]."""
         return np.repeat(bias, self.model.layout.heads // self.model.layout.kv_heads, 0)
 

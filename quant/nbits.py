@@ -22,7 +22,6 @@ from .errors import WeightsError
 BLOCK = 32
 PIECE = 1 << 15  # blocks fitted at a time
 Codes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Blocks:
 
     bits: int
     codes: Codes
-    scales: Floats
-    offsets: Floats | None = None
+    scales: NDArray[np.float32]
+    offsets: NDArray[np.float32] | None = None
 
     @property
     def packed(self) -> Codes:
@@ -42,7 +41,7 @@ class Blocks:
         pairs: Codes = np.bitwise_or(self.codes[..., 0::2], np.left_shift(self.codes[..., 1::2], np.uint8(4)))
         return pairs
 
-    def values(self) -> Floats:
+    def values(self) -> NDArray[np.float32]:
         """The weights [R, C]."""
         w = (self.codes.astype(np.float32) - np.float32(1 << (self.bits - 1))) * self.scales[..., None]
         return (w if self.offsets is None else w + self.offsets[..., None]).reshape(len(w), -1)
@@ -87,7 +86,7 @@ def joined(parts: list[Blocks]) -> Blocks:
     return Blocks(parts[0].bits, codes, scales, offsets)
 
 
-def nearest(w: Floats, bits: int) -> Blocks:
+def nearest(w: NDArray[np.float32], bits: int) -> Blocks:
     """w [R, C] rounded to symmetric codes: the scale of a block is that of a few candidates with the least squared error."""
     flat = w.reshape(-1, BLOCK)
     codes, scales = np.empty(flat.shape, np.uint8), np.empty(len(flat), np.float32)
@@ -96,12 +95,12 @@ def nearest(w: Floats, bits: int) -> Blocks:
     return Blocks(bits, codes.reshape(len(w), -1, BLOCK), scales.reshape(len(w), -1))
 
 
-def error(w: Floats, blocks: Blocks) -> float:
+def error(w: NDArray[np.float32], blocks: Blocks) -> float:
     """Squared error of `blocks` as a share of the squares of w [R, C]."""
     return float(((blocks.values() - w) ** 2).sum(dtype=np.float64) / max(float((w**2).sum(dtype=np.float64)), 1e-30))
 
 
-def _fitted(w: Floats, bits: int) -> tuple[Codes, Floats]:
+def _fitted(w: NDArray[np.float32], bits: int) -> tuple[Codes, NDArray[np.float32]]:
     """w [N, 32] as codes and scales [N]. The largest weight takes the code furthest from the middle, or nearly so."""
     middle = 1 << (bits - 1)
     most = np.take_along_axis(w, np.abs(w).argmax(1)[:, None], 1)[:, 0]
@@ -123,7 +122,7 @@ def _halves(packed: Codes) -> Codes:
     return np.concatenate([packed & 15, packed >> 4], -1)
 
 
-def _float16(raw: Codes) -> Floats:
+def _float16(raw: Codes) -> NDArray[np.float32]:
     """[..., 2] bytes as float32 [...]."""
     return np.ascontiguousarray(raw).view(np.float16)[..., 0].astype(np.float32)
 

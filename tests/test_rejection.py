@@ -14,7 +14,6 @@ from itertools import permutations, product
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,14 +27,13 @@ from paceline.protocol.cloud_session import CloudSession, Limits, Walk
 from paceline.protocol.codec import decode_from_cloud, decode_from_edge, encode
 from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.messages import Draft, Open, Opened
-from paceline.protocol.philox import gumbel, uniforms
+from paceline.protocol.philox import Floats, gumbel, uniforms
 from paceline.protocol.proposal import Draw, Proposal, draws
 from paceline.protocol.rejection import Remainder, choose_among, distribution
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling, choose
 from test_sampling import chi_square_bound, reference_kept, reference_logits
 
-Floats = npt.NDArray[np.float64]
 V, PROMPT = 4, (1, 2, 3)
 LIMITS = Limits(V, 64, 64)
 TEXTS = 2000  # of each kind; broken ones are noticed after a few hundred

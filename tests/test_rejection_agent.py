@@ -19,12 +19,13 @@ from paceline.edge.predictor import Predictor
 from paceline.edge.rounds import Rounds, fan_out
 from paceline.protocol.edge_session import EdgeSession
 from paceline.protocol.errors import Code, PacelineError, ProtocolError
+from paceline.protocol.philox import Floats
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.tree import Tree
 from paceline.scripts.lab.virtual import run
 from rig import Verifier, agent_of, answer
-from test_rejection import Floats, fits
+from test_rejection import fits
 from toy_draft import ToyDraft
 
 TEXTS, TOKENS, LENGTH = 250, 2, 4

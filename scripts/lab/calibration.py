@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from paceline.edge.draft import Candidates
 from paceline.edge.predictor import RANKS, Predictor
+from paceline.protocol.philox import Floats
 from paceline.scripts.lab.plot import canvas, save
 
 BINS = 10
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
