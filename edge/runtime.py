@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,7 +17,7 @@ from paceline.edge.drafts.files import open_draft
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
-from paceline.edge.websocket import Address, SocketChannel
+from paceline.edge.websocket import Address, connecting
 from paceline.protocol.channel import Channel
 from paceline.protocol.messages import COUPLED
 
@@ -51,14 +50,18 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     predictor = Predictor(enabled=settings.predictor)
     table = table_file(settings.cache, settings.draft, text.vocabulary.fingerprint, policy.rule)
     predictor.load(table)
-    turns = itertools.cycle(settings.addresses)
+    reach = connecting(settings.addresses)
     pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
+
+    async def connect() -> Channel:
+        channel = await reach()
+        return DelayedChannel(channel, settings.round_trip) if settings.round_trip else channel
 
     def run(work: Callable[[], Extended]) -> Awaitable[Extended]:
         return asyncio.get_running_loop().run_in_executor(pool, work)
 
     agent = Agent(
-        lambda: _connect(next(turns), settings.round_trip),
+        connect,
         text.vocabulary,
         policy,
         draft,
@@ -76,11 +79,6 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
         if draft is not None and predictor.enabled:
             with suppress(OSError):  # a table that cannot be written is only learned again
                 predictor.save(table)
-
-
-async def _connect(address: Address, round_trip: float) -> Channel:
-    channel = await SocketChannel.connect(address)
-    return DelayedChannel(channel, round_trip) if round_trip else channel
 
 
 def table_file(cache: Path, draft: Path | None, fingerprint: str, rule: str = COUPLED) -> Path:

@@ -1,16 +1,19 @@
 """A websocket to the cloud as a Channel, and what the cloud says over plain HTTP on the same port."""
 
 import ipaddress
+import itertools
 import json
+import secrets
 import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.protocol.channel import ChannelClosed, close_reason
+from paceline.protocol.channel import Channel, ChannelClosed, close_reason
 from paceline.protocol.errors import LinkError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL
 from websockets.asyncio.client import ClientConnection, connect
@@ -18,6 +21,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 SECONDS = 10.0
 VOCABULARY_BYTES = 64 * 1024 * 1024
+NAME_HEADER = "x-session-id"  # by which ingresses and Ray Serve know who comes again
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ class SocketChannel:
         self._socket = socket
 
     @classmethod
-    async def connect(cls, address: Address) -> "SocketChannel":
-        """Raises LinkError with the reason in words."""
+    async def connect(cls, address: Address, name: str = "") -> "SocketChannel":
+        """As the edge of that name, if any. Raises LinkError with the reason in words."""
         address.check()
         url = address.url
         try:
@@ -86,7 +90,7 @@ class SocketChannel:
                 open_timeout=SECONDS,
                 ping_interval=None,  # the link has pings of its own, which measure
                 close_timeout=1,
-                additional_headers=address.headers,
+                additional_headers=address.headers | ({NAME_HEADER: name} if name else {}),
                 ssl=address.tls(),
                 user_agent_header=None,
             )
@@ -122,6 +126,23 @@ class SocketChannel:
     async def close(self, reason: str = "") -> None:
         with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
             await self._socket.close(reason=close_reason(reason))
+
+
+def connecting(
+    addresses: Sequence[Address], first: int = 0, *, name: str | None = None
+) -> Callable[[], Awaitable[Channel]]:
+    """Connects to the next of `addresses` every time, from the one at `first` on, and always under the same name.
+
+    By its name whatever stands before many verifiers sends an edge back to the one that holds its sessions. It is drawn at random
+    unless it is given, tells nothing of the device or its key, and opens nothing to who learns it; empty: the edge has none.
+    """
+    own = secrets.token_hex(16) if name is None else name
+    turns = itertools.cycle((*addresses[first % len(addresses) :], *addresses[: first % len(addresses)]))
+
+    async def connect() -> Channel:
+        return await SocketChannel.connect(next(turns), own)
+
+    return connect
 
 
 @dataclass(frozen=True)

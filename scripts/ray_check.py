@@ -3,7 +3,7 @@
     scripts/test_ray [--json FILE]
 
 The replicas run the toy target, whose right answers are known without asking, and in the last part a real model. The edges are
-real agents over real sockets, and each says who it is (`x-session-id`). Every part waits for what it waits for; a part that
+real agents over real sockets, each under a name of its own (`x-session-id`). Every part waits for what it waits for; a part that
 fails is reported, and the exit status says whether all passed.
 """
 
@@ -22,11 +22,12 @@ from typing import Annotated, Any
 import typer
 from paceline.cloud.ray_serve import NAME
 from paceline.edge.agent import Agent
+from paceline.edge.websocket import Address, connecting
 from paceline.protocol.errors import PacelineError
 from paceline.scripts.chaos.answers import Tally
 from paceline.scripts.chaos.kills import ask_until, free_port, real_agent
 from paceline.scripts.ray_app import app
-from paceline.scripts.visitor import Tagged, comes_back, dial
+from paceline.scripts.visitor import comes_back
 
 SLOTS = 4  # sessions a replica runs
 LIMIT = 180.0  # seconds after which what did not happen is taken for a fault
@@ -51,7 +52,7 @@ class Crowd:
 
     def grow(self, count: int) -> None:
         for i in range(len(self.agents), count):
-            agent = real_agent(dial(Tagged(self.url, name=f"edge-{i}")), i)
+            agent = real_agent(connecting([Address(self.url)]), i)
             setattr(agent, "link_down", self._noting(agent.link_down))  # noqa: B010 - a method is replaced
             self.agents.append(agent)
             self._asking.append(asyncio.create_task(ask_until(self._done, agent, self.tally, i, 200)))
@@ -140,7 +141,7 @@ async def scale_up(url: str) -> Figures:
 
 async def come_back(url: str) -> Figures:
     """An edge whose link was cut finds its very session again, where Ray brings it back to the same replica."""
-    same = [await comes_back(url, f"lost-{i}") for i in range(8)]
+    same = [await comes_back(connecting([Address(url)])) for _ in range(8)]
     if not all(same):
         raise PacelineError(f"{same.count(False)} of {len(same)} edges came back to another replica")
     return {"edges": len(same), "same_replica": sum(same)}
@@ -186,7 +187,7 @@ async def real_model(url: str) -> Figures:
 
     await asyncio.to_thread(deploy, 2, 2, MODEL)
     await until("two replicas of the model", lambda: replicas() == 2 and not replicas("STOPPING"))
-    return await ask_and_kill(str(MODEL["model"]), dial(Tagged(url, name="laptop")), pids)
+    return await ask_and_kill(str(MODEL["model"]), connecting([Address(url)]), pids)
 
 
 def figures(crowd: Crowd, **more: object) -> Figures:

@@ -1,11 +1,9 @@
-"""An edge that says who it is to whatever stands before the verifiers, and can tell whether it came back to the same one."""
+"""An edge that can tell whether it came back to the same verifier, whatever stands before them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from paceline.cloud.engines.toy import ToyEngine
-from paceline.edge.websocket import Address, SocketChannel
 from paceline.protocol.channel import Channel
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.messages import Commit, Hello, Message, Open, Opened
@@ -15,31 +13,11 @@ SECONDS = 120.0  # for an answer
 VISITS = 3
 
 
-@dataclass(frozen=True)
-class Tagged(Address):
-    """An address asked under a name; empty: under none."""
-
-    name: str = ""
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return super().headers | ({"x-session-id": self.name} if self.name else {})
-
-
-def dial(address: Address) -> Callable[[], Awaitable[Channel]]:
-    async def connect() -> Channel:
-        return await SocketChannel.connect(address)
-
-    return connect
-
-
-async def comes_back(
-    url: str, name: str, *, key: str | None = None, connect: Callable[[], Awaitable[Channel]] | None = None
-) -> bool:
+async def comes_back(connect: Callable[[], Awaitable[Channel]]) -> bool:
     """Does an edge whose link is cut in mid-answer find its very session again, each time? The verifiers run the toy target."""
     token, toy = "", ToyEngine().vocabulary
     for _ in range(VISITS):
-        channel = await (connect or dial(Tagged(url, key, name=name)))()
+        channel = await connect()
         await channel.send(encode(Hello((1,), toy.name, toy.size, toy.fingerprint)))
         opened = Open(sid=1, prompt=(1, 2), sampling=Sampling(), max_tokens=2000, resume=token)
         await channel.send(encode(opened))

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.held import Held, HeldError, Keeping, read_held, write_held
+from paceline.edge.websocket import Address, connecting
 from paceline.protocol.errors import LinkError
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.chaos.answers import Question
-from paceline.scripts.chaos.kills import connecting, real_agent, running
+from paceline.scripts.chaos.kills import real_agent, running
 
 FINGERPRINT = ToyEngine().vocabulary.fingerprint
 HELD = Held(
@@ -80,7 +81,7 @@ async def test_an_answer_goes_on_without_its_file(tmp_path: Path, caplog: pytest
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "held.json"  # no folder can be made there
     question = Question((1, 2, 3), Sampling(), 30)
-    async with running(1) as [verifier], real_agent(connecting([verifier.url])) as agent:
+    async with running(1) as [verifier], real_agent(connecting([Address(verifier.url)])) as agent:
         keeping = Keeping(agent, path, iter(range(0, 1000)).__next__, fingerprint=FINGERPRINT)
         with caplog.at_level(logging.WARNING):
             events = keeping.generate(question)
@@ -94,7 +95,7 @@ async def test_an_answer_goes_on_without_its_file(tmp_path: Path, caplog: pytest
 async def test_the_file_is_there_while_the_answer_is_unfinished(tmp_path: Path) -> None:
     path = tmp_path / "held.json"
     async with running(1) as [verifier]:
-        async with real_agent(connecting([verifier.url])) as agent:
+        async with real_agent(connecting([Address(verifier.url)])) as agent:
             keeping = Keeping(agent, path, iter(range(0, 10000)).__next__, fingerprint=FINGERPRINT)
             events = keeping.generate(GenerationRequest((1, 2), Sampling(), 30))
             first = await anext(events)

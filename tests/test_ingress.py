@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paceline.edge.websocket import Address, SocketChannel
+from paceline.edge.websocket import Address, connecting
 from paceline.scripts.chaos.answers import Tally
 from paceline.scripts.chaos.kills import Process, ask_until, free_port, real_agent, running
-from paceline.scripts.visitor import Tagged, comes_back, dial
+from paceline.scripts.visitor import comes_back
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 SHIPPED = Path(__file__).parent.parent / "cloud" / "deploy" / "ingress.yaml"
@@ -105,18 +105,19 @@ def test_it_asks_for_the_verifiers_by_the_names_that_they_have() -> None:
 async def test_an_edge_comes_back_to_its_verifier_and_edges_are_spread(tmp_path: Path) -> None:
     async with running(2) as verifiers, ingress(tmp_path, [v.port for v in verifiers]) as url:
         for i in range(8):
-            assert await comes_back(url, f"edge-{i}")
+            assert await comes_back(connecting([Address(url)], name=f"edge-{i}"))
+        assert await comes_back(connecting([Address(url)])), "by the name that an edge gives itself"
         for verifier in verifiers:
             assert await asyncio.to_thread(steps, verifier) > 0
         # without a name of its own it is known by its key, and without one by its address
-        assert await comes_back(url, "", key="a-key-that-is-long-enough")
-        assert await comes_back(url, "")
+        assert await comes_back(connecting([Address(url, key="a-key-that-is-long-enough")], name=""))
+        assert await comes_back(connecting([Address(url)], name=""))
 
 
 async def test_where_a_verifier_is_killed_its_edges_go_on_elsewhere(tmp_path: Path) -> None:
     tally, done = Tally(), asyncio.Event()
     async with running(2) as verifiers, ingress(tmp_path, [v.port for v in verifiers]) as url:
-        agents = [real_agent(dial(Tagged(url, name=f"edge-{i}")), i) for i in range(6)]
+        agents = [real_agent(connecting([Address(url)]), i) for i in range(6)]
         asking = [asyncio.create_task(ask_until(done, agent, tally, i, 200)) for i, agent in enumerate(agents)]
         await until(lambda: all(agent.generations for agent in agents))
         for verifier in verifiers:
@@ -133,11 +134,4 @@ async def test_where_a_verifier_is_killed_its_edges_go_on_elsewhere(tmp_path: Pa
 async def test_what_waits_at_the_other_verifier_is_not_found() -> None:
     """The check that these tests stand on fails where it should."""
     async with running(2) as verifiers:
-        turn = 0
-
-        async def connect() -> SocketChannel:
-            nonlocal turn
-            turn += 1
-            return await SocketChannel.connect(Address(verifiers[turn % 2].url))
-
-        assert not await comes_back("", "", connect=connect)
+        assert not await comes_back(connecting([Address(v.url) for v in verifiers]))

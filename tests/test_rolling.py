@@ -16,9 +16,10 @@ from random import Random
 
 import pytest
 from paceline.cloud.engines.toy import ToyEngine
+from paceline.edge.websocket import Address, connecting
 from paceline.protocol.channel import Channel
 from paceline.scripts.chaos.answers import Question, Tally
-from paceline.scripts.chaos.kills import ask, ask_until, connecting, free_port, real_agent, running
+from paceline.scripts.chaos.kills import ask, ask_until, free_port, real_agent, running
 
 DEPLOY = Path(__file__).parent.parent / "cloud" / "deploy"
 COMMANDS = {
@@ -67,7 +68,7 @@ async def test_a_rolling_restart_loses_and_alters_nothing(name: str, tmp_path: P
     async with running(2, "--drain-timeout", "1") as verifiers:
         with proxy(name, tmp_path, [v.port for v in verifiers]) as url:
             await listening(url)
-            agents = [real_agent(connecting([url]), i) for i in range(4)]
+            agents = [real_agent(connecting([Address(url)]), i) for i in range(4)]
             asking = [asyncio.create_task(ask_until(done, agent, tally, i, 600)) for i, agent in enumerate(agents)]
             await asyncio.sleep(1)
             for verifier in verifiers:
@@ -92,7 +93,7 @@ async def test_a_proxy_that_closes_idle_connections_costs_no_answer(tmp_path: Pa
         with proxy("nginx", tmp_path, [verifier.port, free_port()], changed) as url:
             await listening(url)
             connections: list[Channel] = []
-            reach = connecting([url])
+            reach = connecting([Address(url)])
 
             async def connect() -> Channel:
                 connections.append(await reach())
@@ -112,7 +113,7 @@ async def test_a_proxy_that_closes_idle_connections_costs_no_answer(tmp_path: Pa
 async def test_a_second_signal_ends_a_drain_at_once() -> None:
     tally, done = Tally(), asyncio.Event()
     async with running(1, "--drain-timeout", "60") as [verifier]:
-        agent = real_agent(connecting([verifier.url]))
+        agent = real_agent(connecting([Address(verifier.url)]))
         asking = asyncio.create_task(ask_until(done, agent, tally, 0, 900))
         while not agent.link.traffic.frames_down > 8:  # noqa: ASYNC110 - an answer is on its way
             await asyncio.sleep(0.01)

@@ -3,6 +3,7 @@
 import asyncio
 import http.client
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -14,10 +15,14 @@ from paceline.cloud.connection import House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler
 from paceline.cloud.server import OneThread, start
-from paceline.edge.websocket import Address, SocketChannel
+from paceline.edge.policies import policy
+from paceline.edge.runtime import Settings, running_agent
+from paceline.edge.text import Text
+from paceline.edge.websocket import Address, SocketChannel, connecting
 from paceline.protocol.codec import decode_from_cloud, encode
-from paceline.protocol.errors import Code, PacelineError
+from paceline.protocol.errors import Code, LinkError, PacelineError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL, Commit, Error, Hello, Message, Open, Opened, Ping
+from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from rig import plain
 from websockets.asyncio.client import ClientConnection, connect
@@ -91,6 +96,47 @@ async def test_a_reason_that_is_too_long_to_be_told_is_cut_between_two_character
         channel = await SocketChannel.connect(Address(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
         await channel.close("é" * 100)
         assert await told == "é" * 61  # of two bytes each, of 123
+
+
+@asynccontextmanager
+async def listing(names: list[list[str]]) -> AsyncIterator[Address]:
+    """A server that notes under which names it is visited, and lets nobody stay."""
+
+    async def handle(socket_: ServerConnection) -> None:
+        assert socket_.request is not None
+        names.append(socket_.request.headers.get_all("x-session-id"))
+
+    async with serve(handle, "127.0.0.1", 0, subprotocols=[SUBPROTOCOL]) as server:  # type: ignore[list-item]
+        yield Address(f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}", key="a-key-that-is-long-enough")
+
+
+async def test_an_edge_keeps_its_name_at_every_address_and_shares_it_with_nobody() -> None:
+    names: list[list[str]] = []
+    async with listing(names) as one, listing(names) as two:
+        for connect in (connecting([one, two]), connecting([one, two]), connecting([one], name="")):
+            for _ in range(3):
+                await (await connect()).close()
+    first, second, nameless = names[:3], names[3:6], names[6:]
+    assert first == [first[0]] * 3
+    assert second == [second[0]] * 3
+    assert first[0] != second[0]
+    assert all(re.fullmatch("[0-9a-f]{32}", name) for [name] in names[:6])
+    assert nameless == [[], [], []]
+
+
+async def test_an_agent_comes_again_under_the_name_it_had(smollm2_path: Path, tmp_path: Path) -> None:
+    names: list[list[str]] = []
+    async with listing(names) as address:
+        for _ in range(2):
+            text, settings = Text(smollm2_path), Settings((address,), smollm2_path, None, tmp_path, attempts=3)
+            async with running_agent(settings, text, policy("ar")) as agent:
+                with pytest.raises(LinkError):
+                    await anext(agent.generate(GenerationRequest((1, 2), Sampling(), 8)))
+            text.close()
+    first, second = names[:3], names[3:]
+    assert first == [first[0]] * 3
+    assert second == [second[0]] * 3
+    assert first[0] != second[0]
 
 
 @pytest.mark.parametrize("subprotocols", [None, ["chat"], ["paceline.v9"]])

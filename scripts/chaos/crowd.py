@@ -11,10 +11,10 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.edge.websocket import Address
+from paceline.edge.websocket import Address, connecting
 from paceline.kernels.heap import keep_small
 from paceline.scripts.chaos.answers import Tally
-from paceline.scripts.chaos.kills import ask_until, connecting, real_agent
+from paceline.scripts.chaos.kills import ask_until, real_agent
 from paceline.scripts.local import when_stdin_ends
 
 NOISE = 1.0  # of the draft: it is often right

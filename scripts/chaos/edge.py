@@ -12,11 +12,11 @@ from pathlib import Path
 
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.edge.held import Keeping, read_held
-from paceline.edge.websocket import Address
+from paceline.edge.websocket import Address, connecting
 from paceline.protocol.channel import Channel
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
-from paceline.scripts.chaos.kills import connecting, real_agent
+from paceline.scripts.chaos.kills import real_agent
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from paceline.edge.agent import Agent
 from paceline.edge.draft import Extended
 from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
-from paceline.edge.websocket import Address, SocketChannel
+from paceline.edge.websocket import Address, connecting
 from paceline.protocol.channel import Channel
 from paceline.protocol.errors import PacelineError
 from paceline.scripts.chaos.answers import Question, Tally
@@ -121,18 +121,6 @@ def real_agent(
     )
 
 
-def connecting(urls: Sequence[str | Address], turn: int = 0) -> Callable[[], Awaitable[Channel]]:
-    """Connects to the next of `urls` every time."""
-
-    async def connect() -> Channel:
-        nonlocal turn
-        turn += 1
-        url = urls[turn % len(urls)]
-        return await SocketChannel.connect(url if isinstance(url, Address) else Address(url))
-
-    return connect
-
-
 async def ask(
     agent: Agent, question: Question, right: list[int], tally: Tally, *, stop_after: int | None = None
 ) -> None:
@@ -177,8 +165,8 @@ def killing(kills: int, seed: int = 0) -> tuple[Counter[str], Tally]:
 async def _killing(kills: int, seed: int) -> tuple[Counter[str], Tally]:
     faults, tally, drawn, done = Counter[str](), Tally(), random.Random(seed), asyncio.Event()
     async with running(2) as verifiers:
-        urls = [v.url for v in verifiers]
-        agents = [real_agent(connecting(urls, i), i) for i in range(EDGES)]
+        addresses = [Address(v.url) for v in verifiers]
+        agents = [real_agent(connecting(addresses, i), i) for i in range(EDGES)]
         asking = [asyncio.create_task(ask_until(done, a, tally, seed + i)) for i, a in enumerate(agents)]
         while faults["kill -9"] < kills:
             await _progress(agents, drawn.randrange(1, 60))

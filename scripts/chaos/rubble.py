@@ -6,9 +6,9 @@ from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 
-from paceline.edge.websocket import Address
+from paceline.edge.websocket import Address, connecting
 from paceline.scripts.chaos.answers import Tally
-from paceline.scripts.chaos.kills import ask_until, connecting, real_agent, running
+from paceline.scripts.chaos.kills import ask_until, real_agent, running
 from paceline.scripts.chaos.pipe import NO_FAULTS, ByteFaults, ByteRates, HostileProxy
 from paceline.scripts.chaos.soak import self_signed
 
