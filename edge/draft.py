@@ -67,6 +67,9 @@ class Extended:
     forward: float = 0.0
 
 
+PROBE_ROWS = (1, 2, 4, 8)  # of the steps by which a draft measures what a step costs
+
+
 class Draft(Protocol):
     """A draft model. Calls come from one thread at a time; handles are generations."""
 

@@ -36,6 +36,7 @@ def doctor(
     pair: options.Pair = "smollm2",
     draft: options.Draft = None,
     threads: options.Threads = None,
+    provider: options.Provider = None,
     rtt: Annotated[float | None, typer.Option(min=0, max=10, help="Without --url: seconds of the round trip.")] = None,
     verify_ms: Annotated[float, typer.Option(min=0.1, help="Without --url: milliseconds of a step there.")] = 30.0,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of lines for people.")] = False,
@@ -47,14 +48,21 @@ def doctor(
     from paceline.edge.websocket import Address
 
     address = Address(url, key, insecure, authority, certificate) if url else None
-    found = examine(address, pair, draft, threads, rtt, verify_ms / 1e3)
+    found = examine(address, pair, draft, threads, provider, rtt, verify_ms / 1e3)
     typer.echo(json.dumps(asdict(found), ensure_ascii=False) if as_json else as_lines(found))
 
 
 def examine(
-    address: "Address | None", pair: str, draft: str | None, threads: int | None, rtt: float | None, verify: float
+    address: "Address | None",
+    pair: str,
+    draft: str | None,
+    threads: int | None,
+    provider: str | None,
+    rtt: float | None,
+    verify: float,
 ) -> Findings:
     """Everything, one after the other, so that nothing disturbs what is measured."""
+    from paceline.edge.drafts.files import cost_of
     from paceline.edge.runtime import table_file
     from paceline.protocol.errors import LinkError
     from paceline.scripts.doctor.advice import advice
@@ -64,7 +72,7 @@ def examine(
     from paceline.scripts.models import cache_folder
 
     file = _draft_file(pair, draft)
-    step_cost = _step_cost(file, threads) if file is not None else None
+    step_cost = cost_of(file, threads=threads, provider=provider) if file is not None else None
     link, unreachable = None, None
     if address is not None:
         try:
@@ -92,19 +100,6 @@ def _draft_file(pair: str, draft: str | None) -> Path | None:
     if draft is None and pair in PAIRS and not pair_is_ready(pair, cache_folder()):
         return None
     return draft_of(pair, draft)
-
-
-def _step_cost(file: Path, threads: int | None) -> list[tuple[int, float]]:
-    from paceline.edge.drafts.llama_room import FIRST_CELLS, Room
-    from paceline.kernels.llama import Model
-    from paceline.kernels.threads import default_threads
-
-    model = Model(file)
-    room = Room(model, FIRST_CELLS, threads=threads or default_threads(), batch=64)
-    found = room.step_cost()
-    room.close()
-    model.close()
-    return found
 
 
 def as_lines(found: Findings) -> str:

@@ -10,10 +10,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from paceline.edge.drafts.llama_room import PROBE_ROWS
+from paceline.edge.draft import PROBE_ROWS
+from paceline.edge.drafts.files import cost_of
 from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
 from paceline.protocol.codec import decode_from_cloud, encode
+from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import Hello, Welcome
 from paceline.scripts.doctor.advice import advice
 from paceline.scripts.doctor.expected import learned, shipped, speeds
@@ -179,9 +181,19 @@ def test_the_command_where_there_is_no_draft_and_no_verifier(tmp_path: Path) -> 
     assert found["machine"]["cores"] >= 1
 
 
-def test_the_command_measures_the_draft(smollm2_draft_path: Path) -> None:
-    done = run("--draft", str(smollm2_draft_path), "--rtt", "0.05", "--threads", "1")
+@pytest.mark.parametrize("kind", ["gguf", "onnx"])
+def test_the_command_measures_the_draft(kind: str, request: pytest.FixtureRequest) -> None:
+    if kind == "onnx":
+        pytest.importorskip("onnxruntime")
+    draft: Path = request.getfixturevalue({"gguf": "smollm2_draft_path", "onnx": "smollm2_onnx_path"}[kind])
+    done = run("--draft", str(draft), "--rtt", "0.05", "--threads", "1")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[:2]] == ["system", "CPU"]
     assert all(f"for {rows}" in done.stdout for rows in PROBE_ROWS)
+    assert f"draft      {draft.name}: a step takes" in done.stdout
     assert "expected   ar 3" in done.stdout
+
+
+def test_a_provider_is_for_an_onnx_draft_alone(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="--provider says what runs an ONNX draft"):
+        cost_of(tmp_path / "draft.gguf", provider="cuda")

@@ -7,10 +7,10 @@ needs yet costs real memory. Most chats end in the small room.
 import time
 from collections.abc import Iterable
 
+from paceline.edge.draft import PROBE_ROWS
 from paceline.kernels.llama import MAX_SEQUENCES, Context, Model
 from paceline.protocol.errors import EngineError
 
-PROBE_ROWS = (1, 2, 4, 8)
 FIRST_CELLS, FIRST_SEQUENCES = 1024, 64
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import candidates
 from paceline.edge.draft import Candidates, Extended, Row
-from paceline.edge.drafts.llama_room import Room
+from paceline.edge.drafts.llama_room import FIRST_CELLS, Room
 from paceline.kernels.llama import Model
 from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
@@ -84,6 +84,16 @@ class LlamaDraft:
         self._opens = 0
         self._ran, self._forward, self._clock = 0, 0.0, clock
         self.step_cost = self._room.step_cost()
+
+    @staticmethod
+    def cost_of(path: str | Path, *, threads: int | None = None) -> list[tuple[int, float]]:
+        """The step cost of the draft in a file, whatever target it was made for; nothing of it stays in memory."""
+        model = Model(path)
+        room = Room(model, FIRST_CELLS, threads=threads or default_threads(), batch=BATCH)
+        found = room.step_cost()
+        room.close()
+        model.close()
+        return found
 
     def open(self, prompt: Sequence[int]) -> int:
         if len(prompt) + SPARE > self._room.limit:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from paceline.edge.candidates import candidates
-from paceline.edge.draft import Candidates, Extended, Row
+from paceline.edge.draft import PROBE_ROWS, Candidates, Extended, Row
 from paceline.edge.drafts.cells import Generation, Line, place, renumber, seen
 from paceline.kernels.onnx_session import Cache, OnnxModel
 from paceline.kernels.threads import default_threads
@@ -25,7 +25,6 @@ from paceline.protocol.tokens import common_prefix
 from paceline.protocol.vocabulary import Vocabulary
 
 BATCH = 128
-PROBE_ROWS = (1, 2, 4, 8)
 TAIL = 8  # tokens of the text that may run together with the tree's rows
 SPARE = 256  # cells a generation needs beside its prompt
 GRAIN = 64  # the cache grows and shrinks in multiples of so many cells: a step's cost follows its size
@@ -57,7 +56,12 @@ class OnnxDraft:
         self._generations: dict[int, Generation] = {}
         self._opens = 0
         self._ran, self._forward, self._clock = 0, 0.0, clock
-        self.step_cost = self._measure()
+        self.step_cost = _step_cost(self._cache)
+
+    @staticmethod
+    def cost_of(path: str | Path, *, threads: int | None = None, provider: str = "cpu") -> list[tuple[int, float]]:
+        """The step cost of the draft in a file, whatever target it was made for; nothing of it stays in memory."""
+        return _step_cost(Cache(OnnxModel(path, provider=provider, threads=threads or default_threads()), GRAIN))
 
     def open(self, prompt: Sequence[int]) -> int:
         if len(prompt) + SPARE > self._most:
@@ -154,19 +158,6 @@ class OnnxDraft:
             place(line)
         return logits
 
-    def _measure(self) -> list[tuple[int, float]]:
-        """(rows, seconds of a step) for a few widths: the best of three each."""
-        table = []
-        for rows in PROBE_ROWS:
-            times = []
-            for _ in range(3):
-                begin = time.perf_counter()
-                chain = [np.arange(i + 1) for i in range(rows)]
-                self._cache.step([0] * rows, range(rows), range(rows), chain, [True] * rows)
-                times.append(time.perf_counter() - begin)
-            table.append((rows, min(times)))
-        return table
-
     # ---- generations that are over
 
     def _reused(self, prompt: Sequence[int]) -> Generation | None:
@@ -227,3 +218,17 @@ class OnnxDraft:
         for g in self._generations.values():
             renumber(g, new)
         self._free = list(range(len(used), cells))
+
+
+def _step_cost(cache: Cache) -> list[tuple[int, float]]:
+    """(rows, seconds of a step) for a few widths: the best of three each. What the first cells hold is written over."""
+    table = []
+    for rows in PROBE_ROWS:
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            chain = [np.arange(i + 1) for i in range(rows)]
+            cache.step([0] * rows, range(rows), range(rows), chain, [True] * rows)
+            times.append(time.perf_counter() - begin)
+        table.append((rows, min(times)))
+    return table

@@ -28,7 +28,7 @@ def _on_machine(m: Machine) -> Iterator[str]:
             "pip install --force-reinstall --no-cache-dir --no-binary llama-cpp-python llama-cpp-python"
         )
     if not m.compiled:
-        yield "llama.cpp is not installed, so nothing can be drafted here: pip install 'paceline[edge]'"
+        yield "llama.cpp is not installed, so no GGUF draft runs here: pip install 'paceline[edge]'"
     if m.memory_free is not None and m.memory_free < NEEDED:
         yield (
             f"Only {m.memory_free // MEGABYTE} MB of memory are free; an agent with the default draft takes up to "
