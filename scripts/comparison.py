@@ -64,7 +64,7 @@ async def answer(agent: Agent, text: Text, question: Question) -> Answer:
     request = GenerationRequest(prompt, question.sampling, question.max_tokens, text.end_tokens)
     async for _ in agent.generate(replace(request, max_tokens=1)):
         pass
-    begun, traffic, drafting = time.perf_counter(), agent.link.traffic, agent.forward_seconds
+    begun, traffic, drafting = time.perf_counter(), agent.link.traffic, agent.drafter.forward_seconds
     up, down, traffic.largest = traffic.up, traffic.down, 0
     tokens: list[int] = []
     made: list[Generation] = []
@@ -77,7 +77,7 @@ async def answer(agent: Agent, text: Text, question: Question) -> Answer:
         traffic.up - up,
         traffic.down - down,
         traffic.largest,
-        agent.forward_seconds - drafting,
+        agent.drafter.forward_seconds - drafting,
     )
 
 

@@ -66,7 +66,7 @@ def test_a_draft_that_is_slowed_down_is_planned_with_as_it_is() -> None:
                 tokens.extend(event.tokens)
                 if len(tokens) >= 300 * (len(marks) + 1):
                     marks.append(loop.time())
-                    costs.append(agent.cost(1))
+                    costs.append(agent.drafter.cost(1))
                     device.row = HOT if len(marks) == 1 else COOL
         engine = ToyEngine()
         assert tokens == plain(engine, PROMPT, Sampling(), 900)

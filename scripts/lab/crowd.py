@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from paceline.edge.agent import ACK_EVERY, MAX_ROWS
+from paceline.edge.agent import ACK_EVERY
+from paceline.edge.drafter import MAX_ROWS
 from paceline.edge.generation import NODES_LEFT, STREAMED
 from paceline.edge.planner import LEAST, MARGIN, SENT, Horizon, Switch, patience, to_run, to_send
 from paceline.edge.rounds import NEXT_CHANCE

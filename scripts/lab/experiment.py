@@ -15,8 +15,9 @@ from paceline.cloud.connection import Connection, House
 from paceline.cloud.engine import Engine
 from paceline.cloud.engines.replay import ReplayEngine
 from paceline.cloud.scheduler import Scheduler
-from paceline.edge.agent import Agent, Runner
+from paceline.edge.agent import Agent
 from paceline.edge.draft import Extended
+from paceline.edge.drafter import Runner
 from paceline.edge.generation import Generation
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor

@@ -162,11 +162,11 @@ async def _measure(
             pass
         made: list[Generation] = []
         up, begin_cloud = agent.link.traffic.up, cloud.side()
-        begin = Side(time.thread_time(), thread.seconds, agent.forward_seconds)
+        begin = Side(time.thread_time(), thread.seconds, agent.drafter.forward_seconds)
         tokens = 0
         async for event in agent.generate(request, made.append):
             tokens += len(event.tokens)
-        edge = Side(time.thread_time(), thread.seconds, agent.forward_seconds).since(begin)
+        edge = Side(time.thread_time(), thread.seconds, agent.drafter.forward_seconds).since(begin)
         figures, traffic = made[0].figures, agent.link.traffic
         sent = traffic.up - up
         found = cloud.side().since(begin_cloud)
