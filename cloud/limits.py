@@ -13,6 +13,7 @@ from paceline.cloud.scheduler import Seat
 from paceline.protocol.errors import Code, ProtocolError
 
 SHORTEST, LONGEST = 0.5, 60.0  # seconds after which to come back
+SAVED = 0.5  # seconds of an owner's frames that may come at once: what is read without a pause delays the others
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Owner:
         tokens = None
         if allowance.tokens_a_minute is not None:
             tokens = Bucket(allowance.tokens_a_minute / 60, allowance.tokens_a_minute, clock)
-        return cls(name, allowance, Bucket(rate, 2 * rate, clock), tokens)
+        return cls(name, allowance, Bucket(rate, SAVED * rate, clock), tokens)
 
     def check(self, sid: int) -> None:
         """May this owner open another session? Raises ProtocolError."""

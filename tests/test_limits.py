@@ -236,8 +236,8 @@ def test_frames_are_read_no_faster_than_agreed_and_none_is_lost() -> None:
         for i in range(500):
             edge.send(Ping(float(i)))
         await asyncio.sleep(1.0)
-        assert 280 <= len(edge.of(Pong)) <= 301  # 200 saved up, 100 a second
-        await asyncio.sleep(2.5)
+        assert 140 <= len(edge.of(Pong)) <= 151  # 50 saved up, 100 a second
+        await asyncio.sleep(4.0)
         assert [p.time for p in edge.of(Pong)] == [float(i) for i in range(500)]
 
     at(Bounds(messages_a_second=100), talk)
