@@ -34,8 +34,8 @@ def trim() -> bool:
     return found is not None and bool(found(0))
 
 
-async def keep_small(seconds: float = EVERY) -> None:
-    """Collect and trim for ever, at that interval; cancel it to end.
+async def keep_small(seconds: float = EVERY, let_go: Callable[[], object] = lambda: None) -> None:
+    """Let go of what is over, collect and trim, for ever at that interval; cancel it to end.
 
     What was loaded before is not looked at any more, so that a collection costs what the sessions are worth: some milliseconds.
     """
@@ -44,6 +44,7 @@ async def keep_small(seconds: float = EVERY) -> None:
     try:
         while True:
             await asyncio.sleep(seconds)
+            let_go()
             gc.collect()
             trim()
     finally:

@@ -138,14 +138,22 @@ async def test_mutual_tls_wants_a_certificate_of_the_edge(certificate: Path) -> 
             await blocking(ask_model, d.address("wss", authority=certificate))
 
 
-async def test_what_failed_handshakes_leave_is_collected(certificate: Path) -> None:
+async def test_what_failed_handshakes_and_gone_edges_leave_is_let_go(certificate: Path) -> None:
     def left() -> int:
         return sum(type(o) is SSLProtocol for o in gc.get_objects())
 
     gc.disable()  # nothing else collects
-    collecting = asyncio.create_task(keep_small(0.05))
     try:
         async with door(tls=tls_context(certificate, None, None)) as d:
+            d.house.session_ttl = 0.0
+            channel = await greeted(d.address("wss", authority=certificate), d.house)
+            await channel.send(encode(Open(sid=1, prompt=(1, 2), sampling=Sampling(), max_tokens=4000)))
+            await channel.receive()
+            await channel.close()
+            async with asyncio.timeout(60):
+                while not d.house.waiting:  # noqa: ASYNC110 - asked of the house
+                    await asyncio.sleep(0.01)
+            tidying = asyncio.create_task(keep_small(0.05, d.house.forget_old))
             await asyncio.sleep(0)
             ring: list[object] = [threading.Event()]
             ring.append(ring)
@@ -158,11 +166,11 @@ async def test_what_failed_handshakes_leave_is_collected(certificate: Path) -> N
                 await reader.read()
                 writer.close()
             async with asyncio.timeout(60):
-                while known() is not None or left():  # noqa: ASYNC110 - asked of the collector
+                while known() is not None or left() or d.house.waiting:  # noqa: ASYNC110 - asked of the collector
                     await asyncio.sleep(0.01)
+            tidying.cancel()
+            await asyncio.wait([tidying])
     finally:
-        collecting.cancel()
-        await asyncio.wait([collecting])
         gc.enable()
     assert gc.get_freeze_count() == 0
 
