@@ -41,7 +41,7 @@ __all__ = ["MAX_VIOLATIONS", "MAX_WAITING", "OUTBOX", "Connection", "House"]
 
 MAX_VIOLATIONS = 100  # wrong frames before the connection is closed
 OUTBOX = 4096  # frames waiting for a slow reader before it is taken for gone
-FRAMES_A_TURN = 8  # of one connection, before the others have their turn: thousands may have come at once
+FRAMES_A_TURN = 2  # of one connection, before the others have their turn: thousands may have come at once
 PAUSE = 0.02  # seconds that who sends too fast is not read at least: a wait for each frame costs more than the frame
 
 

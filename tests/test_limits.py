@@ -80,7 +80,8 @@ def test_who_finds_no_place_waits_and_who_finds_no_queue_is_told_when_to_come() 
             edge.open(sid, 20)
         await asyncio.sleep(5 * FLOOR)
         assert [len(edge.of(Opened, sid)) for sid in range(1, 5)] == [1, 1, 1, 0]
-        assert edge.tokens(1) == edge.tokens(2) > 0 == edge.tokens(3)
+        assert edge.tokens(2) <= edge.tokens(1) <= edge.tokens(2) + 1, "the first may begin a step earlier"
+        assert edge.tokens(2) > 0 == edge.tokens(3)
         [error] = edge.of(Error)
         assert (error.sid, error.code, error.retryable) == (4, Code.OVERLOADED, True)
         assert 0.5 <= error.retry_after <= 60
@@ -251,7 +252,7 @@ def test_an_edge_that_sends_much_at_once_takes_turns_with_the_others() -> None:
         quiet.send(Ping(0.0))
         while not quiet.of(Pong):  # noqa: ASYNC110 - turn by turn
             await asyncio.sleep(0)
-        assert loud.channel.other._in.qsize() > 1000 - 4 * FRAMES_A_TURN, "the rest has not been read yet"
+        assert loud.channel.other._in.qsize() > 1000 - 10 * FRAMES_A_TURN, "the rest has not been read yet"
 
     at(Bounds(), talk)
 
