@@ -120,16 +120,20 @@ async def _turned_away(verifier: Process) -> bool:
     return False
 
 
-async def beside_loud_ones(rounds: int, tokens: int, shouting: int, babbling: int) -> tuple[float, float]:
-    """Median seconds that a quiet client's answer takes alone, and beside so many loud ones; in turns."""
-    alone, beside = [], []
-    async with running(1, "--verify-floor", str(FLOOR)) as [verifier]:
+async def beside_loud_ones(rounds: int, tokens: int, shouting: int, babbling: int) -> tuple[float, float, float]:
+    """Median seconds of a quiet client's answer, in turns: alone, beside so many loud ones, and while they are loud elsewhere.
+
+    Elsewhere is another verifier on this machine, so that what loud clients cost its cores is told from what they cost others.
+    """
+    alone, beside, elsewhere = list[float](), list[float](), list[float]()
+    async with running(2, "--verify-floor", str(FLOOR)) as [verifier, other]:
         quiet = await Client.of(verifier.url)
         for i in range(rounds):
-            alone.append(await timed(quiet, tokens, 2 * i + 1))
-            async with loudness(verifier, shouting, babbling):
-                beside.append(await timed(quiet, tokens, 2 * i + 2))
-    return statistics.median(alone), statistics.median(beside)
+            alone.append(await timed(quiet, tokens, 3 * i + 1))
+            for where, seconds in ((verifier, beside), (other, elsewhere)):
+                async with loudness(where, shouting, babbling):
+                    seconds.append(await timed(quiet, tokens, 3 * i + 2 + (where is other)))
+    return statistics.median(alone), statistics.median(beside), statistics.median(elsewhere)
 
 
 async def timed(client: Client, tokens: int, sid: int) -> float:
@@ -168,10 +172,11 @@ async def report(clients: int, opens: int, rounds: int) -> tuple[list[str], bool
         f"{turned.opens} sessions and {turned.connections} connections refused: the verifier's own memory"
         f" {m.mean / 2**20:.1f} MiB, {m.change / 1024:+.0f} KiB, noise {m.noise * m.seconds / 1024:.0f} KiB",
     ]
-    for do, shouting, babbling in (("send without end", 4, 0), ("come and go with garbage", 0, 4)) if rounds else ():
-        alone, beside = await beside_loud_ones(rounds, 50, shouting, babbling)
+    loud = (("one that sends", 1, 0), ("four that send", 4, 0), ("four that come and go with garbage,", 0, 4))
+    for who, shouting, babbling in loud if rounds else ():
+        alone, beside, elsewhere = await beside_loud_ones(rounds, 50, shouting, babbling)
         said.append(
-            f"50 tokens take a quiet client {alone:.2f} s alone, {beside:.2f} s beside four that {do}:"
-            f" {alone / beside:.3f} of its speed"
+            f"50 tokens take a quiet client {alone:.2f} s alone, {beside:.2f} s beside {who} without end, {elsewhere:.2f} s while"
+            f" that goes to another verifier on this machine: {elsewhere / beside:.3f} of its speed are left"
         )
     return said, soon == clients and m.flat()
