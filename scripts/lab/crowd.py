@@ -161,6 +161,7 @@ class CrowdEdge:
     def _ran(self, session: EdgeSession, nodes: Sequence[int], seconds: float) -> None:
         if session is not self.session:
             return  # the answer has ended meanwhile
+        self._step_cost.learn(len(nodes), seconds)
         self._busy, tree = False, session.tree
         for node in nodes:
             if tree.state(node) is not State.LIVE:

@@ -1,9 +1,9 @@
 """What a draft step costs on the devices the lab speaks for: seconds for one row, and for each further row of a batch."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.protocol.cost import StepCost
 from paceline.protocol.errors import PacelineError
 
 
@@ -37,8 +37,8 @@ EDGES = {
 
 def fitted(table: Sequence[tuple[int, float]]) -> EdgeCost:
     """The line through (rows, seconds) as a draft measured them on this machine."""
-    cost = StepCost(table)
-    return EdgeCost("native", cost(1), cost(2) - cost(1))
+    line = statistics.linear_regression([rows - 1 for rows, _ in table], [seconds for _, seconds in table])
+    return EdgeCost("native", line.intercept, max(line.slope, 0.0))
 
 
 def edge_named(name: str) -> EdgeCost:
