@@ -20,7 +20,7 @@ from paceline.cloud.backup import Grown, Stub, TopUp
 from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
-from paceline.protocol.cost import StepCost, best_count
+from paceline.protocol.cost import StepCost, best_count, most_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
 from paceline.protocol.messages import Commit
 from paceline.protocol.tree import State
@@ -54,6 +54,7 @@ class Seat:
     missed_len: int = 0
     constraint: Constraint | None = None  # what the text is kept to
     pause: Callable[[], float] = field(default=lambda: 0.0)  # seconds for which its owner has used up what it may
+    pace: float = 1.0  # tokens it gets in a step, lately
     promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
     taken: float = 0.0  # nodes that were
     grown: list[Grown] = field(default_factory=list)  # what was drafted here for the step at hand
@@ -279,21 +280,26 @@ class Scheduler:
         return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
-        """The nodes that pay for their rows, the likeliest of all sessions first.
+        """The nodes that pay for their rows, as much to those who get little as to those who get much.
 
-        An edge says how likely its nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
-        Whether a node goes along depends on likelier ones alone, as drawn nodes need: the rate rises to one peak and falls.
-        Where many share, none offers more than a few times its part: looking through a large tree costs everybody time.
+        What a step gives a session counts by what it gets in a step, so that no edge's many likely nodes slow the others down
+        for more than they bring it: the product of all rates is what grows (proportional fairness). An edge says how likely its
+        nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
+        Whether a node goes along depends on better ones alone, as drawn nodes need: the rate rises to one peak and falls.
+        Where many share, none offers more than a few times its part: looking through a large tree costs everybody time. Nor do
+        they offer more than would pay if all were sure.
         """
-        most = min(self.width, max(OFFER * self.width // max(len(seats), 1), LEAST_OFFER))
+        base, least = sum(1 / seat.pace for seat in seats), min((seat.pace for seat in seats), default=1.0)
+        width = most_count(self.width, 1 / least, self._cost, base_gain=base, base_rows=rows, floor=self.floor)
+        most = min(width, max(OFFER * width // max(len(seats), 1), LEAST_OFFER))
         offers = {seat: seat.session.likeliest(most) for seat in seats}
         reach = []
         for seat, nodes in offers.items():
-            doubt = seat.doubt
-            reach += [(r + doubt, seat) for r in seat.session.tree.reaches(nodes)]
+            counts = seat.doubt - math.log(seat.pace)
+            reach += [(r + counts, seat) for r in seat.session.tree.reaches(nodes)]
         reach.sort(key=itemgetter(0), reverse=True)
-        gains = [r for r, _ in reach[: self.width]]
-        count = best_count(gains, self._cost, base_gain=len(seats), base_rows=rows, floor=self.floor)
+        gains = [r for r, _ in reach[:width]]
+        count = best_count(gains, self._cost, base_gain=base, base_rows=rows, floor=self.floor)
         taken = dict.fromkeys(offers, 0)
         for _, seat in reach[:count]:
             taken[seat] += 1
@@ -323,6 +329,7 @@ class Scheduler:
         if own:
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
         commit = seat.session.apply(plan, result, step)
+        seat.pace += (1 - MEMORY) * (len(commit.tokens) - seat.pace)
         seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
         self.figures.count(commit)
         if commit.finish:

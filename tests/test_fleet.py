@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import typer
@@ -17,6 +18,7 @@ from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.book import Book, Page, write_book
 from paceline.scripts.lab.cases import Case, Prompt
 from paceline.scripts.lab.command_fleet import Pair, bend, fleet_command, numbers, paired
+from paceline.scripts.lab.crowd import CrowdEdge
 from paceline.scripts.lab.edges import EDGES
 from paceline.scripts.lab.experiment import answer
 from paceline.scripts.lab.fleet import Made, Setting, fleet, place
@@ -29,6 +31,7 @@ from typer.testing import CliRunner
 
 VOCABULARY = Vocabulary.of("words", [f"w{i}" for i in range(1000)])
 FLAT = StepTable("flat", "a test", ((1, 0.03),))
+SMALL = StepTable("small", "a tenth of an A100", ((1, 0.03), (15, 0.03), (30, 0.06)))
 
 
 def book(seed: int, length: int = 60, right: float = 0.8) -> Book:
@@ -140,6 +143,35 @@ def test_where_rows_cost_a_step_takes_what_its_rows_cost_and_fewer_of_them() -> 
     assert drafting.step == pytest.approx(dear(1) + 0.004 * (drafting.rows - 1))
     assert drafting.nodes < made(SETTING).nodes
     assert drafting.altered == 0
+
+
+@pytest.mark.parametrize("edges", [2, 8, 16, 32])
+def test_drafting_is_never_below_plain_however_many_share_a_verifier(edges: int) -> None:
+    """From 15 rows on nothing can be better than plain."""
+    plain, drafting = (made(replace(SETTING, edges=edges, costs=SMALL, drafts=drafts)) for drafts in (False, True))
+    assert drafting.tokens_a_second > (1.5 if edges < 4 else 1.15 if edges < 15 else 0.99) * plain.tokens_a_second
+    assert drafting.gpu_seconds_per_1000 < 1.002 * plain.gpu_seconds_per_1000
+    assert drafting.p50_between_commits < 1.3 * plain.p50_between_commits
+    assert drafting.altered == 0
+
+
+def test_who_drafts_does_not_slow_down_who_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other edge is plain; alone they would get a token each 30 ms."""
+    edges: list[CrowdEdge] = []
+
+    class EveryOther(CrowdEdge):
+        def __init__(self, *given: Any, drafts: bool) -> None:
+            super().__init__(*given, drafts=drafts and len(edges) % 2 == 0)
+            edges.append(self)
+
+    monkeypatch.setattr("paceline.scripts.lab.fleet.CrowdEdge", EveryOther)
+    made(replace(SETTING, edges=12, costs=SMALL))
+    drafting, plain = (
+        sum(n for edge in part for at, n in edge.diary.commits if at > 1) / 6 / (SETTING.seconds - 1)
+        for part in (edges[::2], edges[1::2])
+    )
+    assert plain > 0.9 / 0.03
+    assert drafting > 1.2 / 0.03
 
 
 def test_verifiers_share_nothing_and_edges_are_placed() -> None:
