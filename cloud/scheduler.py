@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from paceline.cloud.backup import Grown, Stub, TopUp
+from paceline.cloud.backup import Grown, Recycling, Stub, TopUp
 from paceline.cloud.engine import Engine, Mask, Work
 from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
@@ -130,7 +130,7 @@ class Scheduler:
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock, self._top_ups = run, clock, list(top_ups)
+        self._run, self._clock, self._top_ups = run, clock, [*top_ups, Recycling()]
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
@@ -315,7 +315,7 @@ class Scheduler:
         seat.grown = []
         plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
         commit = seat.session.apply(plan, result, step)
-        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.held)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)
