@@ -125,12 +125,16 @@ class Scheduler:
         width: int | None = None,
         floor: float = 0.0,
         top_ups: Sequence[TopUp] = (),
+        recycles: bool = True,
     ) -> None:
-        """`floor`: seconds to which a step is paced. `top_ups` draft where an edge's tree holds too little, one after another."""
+        """`floor`: seconds to which a step is paced. `top_ups` draft where an edge's tree holds too little, one after another.
+
+        `recycles`: after them, what an edge drafted elsewhere is offered again.
+        """
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock, self._top_ups = run, clock, [*top_ups, Recycling()]
+        self._run, self._clock, self._top_ups = run, clock, [*top_ups, *([Recycling()] if recycles else [])]
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
