@@ -9,15 +9,19 @@ is classic speculative decoding in one place (`colo`).
 import math
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from paceline.protocol.cloud_session import CloudSession
+from paceline.protocol.followers import Followers
 from paceline.protocol.sampling import History, Sampling
+from paceline.protocol.tree import Tree
 
 LONGEST = 16  # tokens drafted for a step, at most
 DECAY = 0.98
 SUFFIX, SHORTEST = 8, 2  # tokens of the text's end that are looked for in what came before
+LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
+GOES_ON = 0.6  # chance that what then followed there follows here too
 REPEAT = 0.6  # chance that a repeat goes on, before any was seen
 
 
@@ -78,6 +82,7 @@ class Stub:
     reach: float  # probability that the target walks to the tip
     gain: float
     room: int
+    lead: int = 0  # of several ideas of what comes next, which one to follow
 
 
 class TopUp:
@@ -111,9 +116,7 @@ class TopUp:
     def look(self, session: CloudSession, width: int) -> list[Stub]:
         """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too."""
         tree = session.tree
-        root = tip = tree.root
-        while below := tree.children(tip):
-            tip = below[0]
+        root, tip = tree.root, likeliest(tree)[-1]
         tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
         gain = 1.0 + sum(math.exp(tree.reach(n)) for n in tree.best(width))
         text = session.sequence
@@ -171,3 +174,54 @@ class TopUp:
         if self.length:
             return drafted < self.length
         return drafted < LONGEST and reach * self.acceptance * seconds > gain * self.backup.seconds
+
+
+class Recycling(TopUp):
+    """Offers what the edge drafted elsewhere, where the target left it: after the same token, nearest to its place first.
+
+    It costs nothing, and stands in for nodes that are on their way. The edge's drafts are all it knows ("token recycling",
+    arXiv 2408.08696, keeps such a table for a draft model's candidates).
+    """
+
+    seconds = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(self)
+        self._followers, self._length = Followers(), 0  # of the session at hand: its text's length, too
+
+    def look(self, session: CloudSession, width: int) -> list[Stub]:
+        """At the end of the likeliest chain, one stub for each idea."""
+        tree, text = session.tree, session.committed
+        if not text or not session.intake.followers:
+            return []
+        self._followers, self._length = session.intake.followers, len(text)
+        tip = likeliest(tree)[-1]
+        path = [tree.token(n) for n in tree.path(tip)]
+        room = session.max_tokens - len(text) - 1 - len(path)
+        reach = math.exp(tree.reach(tip))
+        stub = Stub((text[-1], *path), session.sampling, None, tip, reach, 1.0, room)
+        return [replace(stub, lead=lead) for lead in range(len(LEADS))]
+
+    def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
+        """`tokens`: the text's last one, and the path below it."""
+        found = self._likely(tokens)
+        return (found[0], GOES_ON) if found else None
+
+    def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[tuple[int, float]]:
+        found = self._likely(stub.tokens)
+        if stub.room < 1 or stub.lead >= len(found) or found[stub.lead] in stop_ids:
+            return []
+        token, chance = found[stub.lead], max(self.trust * LEADS[stub.lead], 1e-4)
+        below = replace(stub, tokens=(*stub.tokens, token), reach=stub.reach * chance, room=stub.room - 1)
+        return [(token, math.log(chance)), *super().draft(below, verify, stop_ids, sessions)]
+
+    def _likely(self, tokens: Sequence[int]) -> list[int]:
+        return self._followers.likely(self._length + len(tokens) - 2, tokens[-1])
+
+
+def likeliest(tree: Tree) -> list[int]:
+    """The root, its likeliest child, that one's likeliest child, and so on."""
+    chain = [tree.root]
+    while below := tree.children(chain[-1]):
+        chain.append(max(below, key=lambda c: (tree.weight(c), -c)))
+    return chain

@@ -16,7 +16,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
-from paceline.cloud.backup import Grown, Stub, TopUp
+from paceline.cloud.backup import Grown, Recycling, Stub, TopUp
 from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
@@ -127,12 +127,16 @@ class Scheduler:
         width: int | None = None,
         floor: float = 0.0,
         top_ups: Sequence[TopUp] = (),
+        recycles: bool = True,
     ) -> None:
-        """`floor`: seconds to which a step is paced. `top_ups` draft where an edge's tree holds too little, one after another."""
+        """`floor`: seconds to which a step is paced. `top_ups` draft where an edge's tree holds too little, one after another.
+
+        `recycles`: after them, what an edge drafted elsewhere is offered again.
+        """
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock, self._top_ups = run, clock, list(top_ups)
+        self._run, self._clock, self._top_ups = run, clock, [*top_ups, *([Recycling()] if recycles else [])]
         self._cost = StepCost(engine.step_cost)
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
@@ -330,7 +334,7 @@ class Scheduler:
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
         commit = seat.session.apply(plan, result, step)
         seat.pace += (1 - MEMORY) * (len(commit.tokens) - seat.pace)
-        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.nodes)
+        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.held)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)

@@ -20,9 +20,11 @@ class Policy:
     while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
     the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
     what the verifier drafts by itself where it holds too little (none, ngram, draft, both), `backup_length` tokens of it for a
-    step, 0 as many as pay. `thrift`: percent of chance to become text that a row must have to be run; 0: any that helps the
-    speed. `rule`: how drafted tokens are accepted. `favour`, in rounds under the rule `rejection`: the percentage to which the
-    likelihood of the prepared outcomes' tokens is reduced when one is drawn (Saguaro sampling).
+    step, 0 as many as pay. `recycles`: whether the verifier offers again what was drafted for places that the target left;
+    rounds are measured without, as the literature has them. `thrift`: percent of chance to become text that a row must have
+    to be run; 0: any that helps the speed. `rule`: how drafted tokens are accepted. `favour`, in rounds under the rule
+    `rejection`: the percentage to which the likelihood of the prepared outcomes' tokens is reduced when one is drawn (Saguaro
+    sampling).
     """
 
     name: str
@@ -35,6 +37,7 @@ class Policy:
     repeats: bool = True
     backup: str = "none"
     backup_length: int = 0
+    recycles: bool = True
     thrift: int = 0
     rule: str = COUPLED
     favour: int = 100
@@ -46,9 +49,9 @@ class Policy:
 POLICIES = {
     "ar": Policy("ar", drafts=False),  # the cloud decodes alone and streams: the baseline
     "colo": Policy("colo", drafts=False, backup="draft"),  # a draft beside the target: no link in the way, no overlap
-    "sync": Policy("sync", drafts=True, rounds=0),  # draft here, send, wait for the verdict
+    "sync": Policy("sync", drafts=True, rounds=0, recycles=False),  # draft here, send, wait for the verdict
     # the same, with the verdict's outcomes drafted meanwhile
-    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8, favour=FAVOUR),
+    "ssd": Policy("ssd", drafts=True, rounds=4, outcomes=8, recycles=False, favour=FAVOUR),
     "stream": Policy("stream", drafts=True),  # the tree is sent before it is needed, and eaten where it lies
 }
 

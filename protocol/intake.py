@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from paceline.protocol.errors import Code, ProtocolError
+from paceline.protocol.followers import Followers, Place
 from paceline.protocol.messages import MAX_NODES_A_DRAFT, NODE_WINDOW, WEIGHT_UNIT, Draft
 from paceline.protocol.proposal import Draw, Proposal, draws
 from paceline.protocol.tree import State, Tree
@@ -43,6 +44,7 @@ class Intake:
         self, tree: Tree, committed: Sequence[int], limits: Limits, counters: Counters, *, drawn: bool
     ) -> None:
         """`drawn`: nodes may be draws from a proposal."""
+        self.followers = Followers()  # none are noted where nodes may be draws: what is drawn is the edge's to offer
         self.draws: dict[int, Draw] = {}  # by id in the tree
         self._ceiling: dict[int, float] = {}  # by parent of draws: the log-probability of the last one
         self._tree, self._committed, self._limits, self._drawn = tree, committed, limits, drawn
@@ -52,6 +54,7 @@ class Intake:
 
     def number_anew(self) -> None:
         """The edge begins to count again; what it sent stays."""
+        self.followers.number_anew()
         self.nodes: dict[int, int] = {}  # the edge's node number -> id in the tree
         self.written: dict[int, int] = {}  # number of a node that came late but agreed -> text length just after it
         self.next_number = 0
@@ -100,6 +103,7 @@ class Intake:
             for i, draw in zip(range(start, end), drawn, strict=True):
                 self._take_node(draft, i, -weights[i] * WEIGHT_UNIT, draw, welcome)
         self._let_go_of_old()
+        self.followers.let_go(len(self._committed))
         refused, self._refused = self._refused, 0
         return refused
 
@@ -109,6 +113,8 @@ class Intake:
             return  # a frame came twice, or was overtaken
         self.next_number = number + 1
         self._counters.drafted += 1
+        if not self._drawn:
+            self.followers.note(number, self._place_before(draft, i), token, log_probability)
         length = self._length_before(draft, i)
         if length is not None and length < len(self._committed):  # late: the token after that much text is known
             kept = self._committed[length] == token
@@ -130,6 +136,13 @@ class Intake:
         if node is None or self._tree.state(node) is not State.COMMITTED:
             return None
         return self._tree.position(node) + 1
+
+    def _place_before(self, draft: Draft, i: int) -> Place | None:
+        """Where that stands which node i of a draft follows. For the prompt's last token, which is not known here, -1 stands."""
+        if back := draft.parents[i]:
+            return self.followers.place(draft.first + i - back)
+        last = draft.base_committed_len - 1
+        return last, self._committed[last] if last >= 0 else -1
 
     def _parent(self, draft: Draft, i: int, length: int | None) -> int | None:
         """The node that node i of a draft is to grow on: the root, where its parent is the end of the text, of that `length`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import LONGEST, Grown, Ngram, TopUp
+from paceline.cloud.backup import LEADS, LONGEST, Grown, Ngram, Recycling, TopUp
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
@@ -42,7 +42,10 @@ def written(*top_ups: TopUp) -> tuple[list[int], int]:
     return text, len(commits)
 
 
-def commits_of(top_ups: Sequence[TopUp], width: int | None = None) -> tuple[list[int], list[Commit]]:
+def commits_of(
+    top_ups: Sequence[TopUp], width: int | None = None, recycles: bool = True, sent: Sequence[int] = ()
+) -> tuple[list[int], list[Commit]]:
+    """Text and commits of a session whose edge has sent the chain `sent`, and nothing more."""
     commits: list[Commit] = []
 
     async def run_at_once(work: Callable[[], T]) -> T:
@@ -50,8 +53,12 @@ def commits_of(top_ups: Sequence[TopUp], width: int | None = None) -> tuple[list
 
     async def run() -> list[int]:
         loop = asyncio.get_running_loop()
-        scheduler = Scheduler(ToyEngine(), run_at_once, loop.time, floor=0.001, width=width, top_ups=top_ups)
+        scheduler = Scheduler(
+            ToyEngine(), run_at_once, loop.time, floor=0.001, width=width, top_ups=top_ups, recycles=recycles
+        )
         one, finished = session(), asyncio.Event()
+        if sent:
+            one.receive(Draft(1, 0, 0, (0, *[1] * (len(sent) - 1)), tuple(sent)))
 
         def on_commit(commit: Commit) -> None:
             commits.append(commit)
@@ -183,3 +190,38 @@ class Broken(Oracle):
 
 def test_a_backup_that_fails_ends_itself_and_not_the_session() -> None:
     assert written(TopUp(Broken(ToyEngine(), 0.001)))[0] == written()[0]
+
+
+def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
+    one, recycling = session(), Recycling()
+    assert recycling.look(one, 8) == []  # nothing was drafted yet
+    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0, 1, 1, 1), tokens=(4, 5, 6, 7)))
+    one.committed += [9, 5]  # the target chose another word, then came back to the draft's
+    one.tree.advance([9, 5])
+    stubs = recycling.look(one, 8)
+    assert [stub.lead for stub in stubs] == list(range(len(LEADS)))
+    assert {stub.tip for stub in stubs} == {one.tree.root}
+    chains = [[token for token, _ in recycling.draft(stub, 0.03, ())] for stub in stubs]
+    assert chains == [[6, 7], [], []]
+    assert recycling.draft(stubs[0], 0.03, {6}) == []
+    grown = recycling.put(one, stubs[0], recycling.draft(stubs[0], 0.03, {7}))
+    assert grown is not None
+    assert [one.tree.token(n) for n in grown.nodes] == [6]
+
+
+def test_recycling_leaves_room_for_the_targets_last_token() -> None:
+    one, recycling = session(max_tokens=4), Recycling()
+    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0, 1, 1, 1), tokens=(4, 5, 6, 7)))
+    one.committed += [9, 5]
+    one.tree.advance([9, 5])
+    assert [token for token, _ in recycling.draft(recycling.look(one, 8)[0], 0.03, ())] == [6]
+
+
+def test_a_chain_whose_first_word_is_wrong_saves_steps_all_the_same() -> None:
+    plain, commits = commits_of([])
+    chain = [(plain[0] + 1) % ToyEngine().vocabulary.size, *plain[1:12]]
+    text, recycled = commits_of([], sent=chain)
+    text_without, without = commits_of([], recycles=False, sent=chain)
+    assert text == text_without == plain
+    assert len(recycled) < len(without) == len(commits)
+    assert sum(commit.held > 0 for commit in recycled) == 1  # the chain itself; what was offered again is no hit

@@ -103,7 +103,9 @@ def test_the_memo_answers_and_counts_as_the_real_draft(workshop: Workshop, cases
             assert x is not None
             assert y is not None
             assert set(x.tokens[:3]) & set(y.tokens[:3])
-            assert x.confidence[0] == pytest.approx(y.confidence[0], abs=0.15)  # as between any two batches of a draft, on any CPU
+            assert x.confidence[0] == pytest.approx(
+                y.confidence[0], abs=0.15
+            )  # as between any two batches of a draft, on any CPU
     for draft in (real, memo):
         draft.commit(1, case.text[:3], [1, 3], [1, 3])
     again = [Row(1, 5, -1, case.text[2], p + 2, choice)]

@@ -101,7 +101,15 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
     engine = _live(bench) if drawn else _recorded(bench, case)
     meter = Meter()
     top_ups = _top_ups(bench, case, setting, meter)
-    scheduler = Scheduler(engine, meter.run, clock, floor=setting.verify, width=setting.width, top_ups=top_ups)
+    scheduler = Scheduler(
+        engine,
+        meter.run,
+        clock,
+        floor=setting.verify,
+        width=setting.width,
+        top_ups=top_ups,
+        recycles=setting.policy.recycles,
+    )
     house = House(scheduler, engine.name, bench.vocabulary, engine.context, clock=clock)
     tasks = [asyncio.create_task(scheduler.run())]
 
