@@ -1,7 +1,8 @@
 """The lab: the recording against the real engine, the memo against the real draft, the clock, and a run that was cut."""
 
 import json
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from paceline.cloud.engine import Work
 from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.cloud.engines.replay import ReplayEngine
-from paceline.edge.draft import Choice, Row
+from paceline.edge.draft import Choice, Extended, Row
 from paceline.edge.drafts.llamacpp import LlamaDraft
 from paceline.edge.policies import policy
 from paceline.edge.text import Text
@@ -18,7 +19,7 @@ from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import Commit, Draft, Open
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.cases import Case, Prompt, read_prompts, spread
-from paceline.scripts.lab.edges import EDGES, edge_named
+from paceline.scripts.lab.edges import EDGES, edge_named, measured
 from paceline.scripts.lab.experiment import Bench, Events, Setting, answer
 from paceline.scripts.lab.memo import MemoDraft
 from paceline.scripts.lab.network import LinkSpec
@@ -227,3 +228,22 @@ def test_draws_are_measured_with_the_real_target(workshop: Workshop, name: str) 
     assert answer(workshop.bench(case, taught), case, drawn) == run, "the same draws, the same choices"
     with pytest.raises(PacelineError, match="only a recording"):
         answer(replace(workshop.bench(case, taught), target=None), case, drawn)
+
+
+def test_a_measured_step_is_the_whole_of_it(workshop: Workshop) -> None:
+    """What is charged for `native` holds the search for candidates, too."""
+    forwards: dict[int, list[float]] = {}
+
+    class Watched(LlamaDraft):
+        def extend(self, rows: Sequence[Row]) -> Extended:
+            done = super().extend(rows)
+            if rows[0].parent == 0:
+                forwards.setdefault(len(rows), []).append(done.forward)
+            return done
+
+    draft = Watched(workshop.pair.draft, workshop.vocabulary, cells=512, threads=1)
+    table = measured(draft)
+    draft.shut()
+    assert [rows for rows, _ in table] == list(forwards)
+    for rows, seconds in table:
+        assert seconds > statistics.median(forwards[rows]) > 0

@@ -29,6 +29,7 @@ from paceline.protocol.codec import convert
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
+from paceline.scripts.lab.edges import measured
 from paceline.scripts.lab.experiment import SETTLE, Events, ask
 from paceline.scripts.lab.proxy import precise_loop
 from paceline.scripts.lab.verifier import pin
@@ -64,7 +65,7 @@ def main() -> None:
     pin(job["edge_core"])
     sampling = convert(job["sampling"], Sampling, "sampling parameters")
     draft = LlamaDraft(job["draft"], Vocabulary(**job["vocabulary"]), threads=1)
-    print(json.dumps({"step_cost": draft.step_cost}), flush=True)
+    print(json.dumps({"step_cost": measured(draft)}), flush=True)
     with asyncio.Runner(loop_factory=precise_loop) as runner:
         for case in job["cases"]:
             one = Case(case["name"], case["category"], tuple(case["prompt"]), sampling, tuple(case["text"]))

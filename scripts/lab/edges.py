@@ -1,10 +1,17 @@
 """What a draft step costs on the devices the lab speaks for: seconds for one row, and for each further row of a batch."""
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.edge.draft import Choice, Draft, Row
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.sampling import Sampling
+
+WIDTHS = (1, 2, 4, 8)
+PAST = 192  # tokens of text before the rows of a measured step
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,7 @@ class EdgeCost:
     @property
     def table(self) -> list[tuple[int, float]]:
         """(rows, seconds) as a draft would have measured them at start."""
-        return [(n, self(n)) for n in (1, 2, 4, 8)]
+        return [(n, self(n)) for n in WIDTHS]
 
 
 EDGES = {
@@ -35,8 +42,27 @@ EDGES = {
 }
 
 
+def measured(draft: Draft, clock: Callable[[], float] = time.perf_counter) -> list[tuple[int, float]]:
+    """(rows, seconds) of whole steps of a draft on this machine, in the median: the forward below a text, and the search for each
+    row's candidates."""
+    choice = Choice(Sampling())
+    handle = draft.open([0] * PAST)
+    draft.extend([Row(handle, 0, -1, 0, PAST - 1, choice)])
+    table = []
+    for width in WIDTHS:
+        times = []
+        for _ in range(REPEATS):
+            begin = clock()
+            draft.extend([Row(handle, node, 0, 0, PAST, choice) for node in range(1, width + 1)])
+            times.append(clock() - begin)
+            draft.commit(handle, (), (), {0})
+        table.append((width, statistics.median(times)))
+    draft.close(handle)
+    return table
+
+
 def fitted(table: Sequence[tuple[int, float]]) -> EdgeCost:
-    """The line through (rows, seconds) as a draft measured them on this machine."""
+    """The line through (rows, seconds) as they were measured on this machine."""
     line = statistics.linear_regression([rows - 1 for rows, _ in table], [seconds for _, seconds in table])
     return EdgeCost("native", line.intercept, max(line.slope, 0.0))
 

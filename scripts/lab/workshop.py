@@ -13,7 +13,7 @@ from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case, Prompt, Recordings
-from paceline.scripts.lab.edges import EdgeCost, edge_named, fitted
+from paceline.scripts.lab.edges import EdgeCost, edge_named, fitted, measured
 from paceline.scripts.lab.experiment import Bench, Setting, answer
 from paceline.scripts.lab.forest import Forest
 from paceline.scripts.lab.memo import Memo, begin, digest_of
@@ -93,7 +93,7 @@ class Workshop:
             from paceline.edge.drafts.llamacpp import LlamaDraft
 
             draft = LlamaDraft(self.pair.draft, self.vocabulary, cells=512, threads=1)
-            self._native.append(fitted(draft.step_cost))
+            self._native.append(fitted(measured(draft)))
             draft.shut()
         return self._native[0]
 
