@@ -5,6 +5,7 @@ words after it. So this is kept where the tree forgets.
 """
 
 Place = tuple[int, int]  # position in the text, token
+Follower = tuple[int, float, int]  # position, log-probability, token
 RECENT = 12  # followers of one token that are kept, the last ones
 MOST = 2048  # nodes after which what lies behind the text is let go of
 
@@ -12,9 +13,7 @@ MOST = 2048  # nodes after which what lies behind the text is let go of
 class Followers:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}  # of nodes, by the edge's numbers
-        self._after: dict[
-            int, list[tuple[int, float, int]]
-        ] = {}  # token -> position, log-probability, token of followers
+        self._after: dict[int, list[Follower]] = {}  # by the token before
         self._noted = 0  # since the last letting go
 
     def __len__(self) -> int:
