@@ -9,7 +9,7 @@ is classic speculative decoding in one place (`colo`).
 import math
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.protocol.cloud_session import CloudSession
@@ -22,6 +22,7 @@ DECAY = 0.98
 SUFFIX, SHORTEST = 8, 2  # tokens of the text's end that are looked for in what came before
 LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
 GOES_ON = 0.6  # chance that what then followed there follows here too
+FAINT = 0.01  # what is reached less often is not offered again
 REPEAT = 0.6  # chance that a repeat goes on, before any was seen
 
 
@@ -190,17 +191,23 @@ class Recycling(TopUp):
         self._followers, self._length = Followers(), 0  # of the session at hand: its text's length, too
 
     def look(self, session: CloudSession, width: int) -> list[Stub]:
-        """At the end of the likeliest chain, one stub for each idea."""
+        """At the end of the likeliest chain, one stub for each idea that may be reached."""
         tree, text = session.tree, session.committed
         if not text or not session.intake.followers:
             return []
-        self._followers, self._length = session.intake.followers, len(text)
-        tip = likeliest(tree)[-1]
-        path = [tree.token(n) for n in tree.path(tip)]
-        room = session.max_tokens - len(text) - 1 - len(path)
+        *_, tip = chain = likeliest(tree)
         reach = math.exp(tree.reach(tip))
-        stub = Stub((text[-1], *path), session.sampling, None, tip, reach, 1.0, room)
-        return [replace(stub, lead=lead) for lead in range(len(LEADS))]
+        if self.trust * reach * LEADS[0] < FAINT:
+            return []
+        self._followers, self._length = session.intake.followers, len(text)
+        path = (text[-1], *(tree.token(n) for n in chain[1:]))
+        room = session.max_tokens - len(text) - len(path)
+        ideas = zip(LEADS, self._likely(path), strict=False)
+        return [
+            Stub(path, session.sampling, None, tip, reach, 1.0, room, lead)
+            for lead, (chance, _) in enumerate(ideas)
+            if self.trust * reach * chance >= FAINT
+        ]
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
         """`tokens`: the text's last one, and the path below it."""
@@ -212,8 +219,12 @@ class Recycling(TopUp):
         if stub.room < 1 or stub.lead >= len(found) or found[stub.lead] in stop_ids:
             return []
         token, chance = found[stub.lead], max(self.trust * LEADS[stub.lead], 1e-4)
-        below = replace(stub, tokens=(*stub.tokens, token), reach=stub.reach * chance, room=stub.room - 1)
+        reach = stub.reach * chance
+        below = Stub((*stub.tokens, token), stub.sampling, None, stub.tip, reach, 1.0, stub.room - 1)
         return [(token, math.log(chance)), *super().draft(below, verify, stop_ids, sessions)]
+
+    def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
+        return drafted < LONGEST and reach >= FAINT
 
     def _likely(self, tokens: Sequence[int]) -> list[int]:
         return self._followers.likely(self._length + len(tokens) - 2, tokens[-1])

@@ -1,13 +1,14 @@
 """What the verifier drafts by itself: where it goes on, how far, and that it never changes the text."""
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import LEADS, LONGEST, Grown, Ngram, Recycling, TopUp
+from paceline.cloud.backup import FAINT, LONGEST, Grown, Ngram, Recycling, TopUp
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
@@ -195,18 +196,33 @@ def test_a_backup_that_fails_ends_itself_and_not_the_session() -> None:
 def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
     one, recycling = session(), Recycling()
     assert recycling.look(one, 8) == []  # nothing was drafted yet
-    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0, 1, 1, 1), tokens=(4, 5, 6, 7)))
+    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0, 1, 1, 1, 3), tokens=(4, 5, 6, 7, 8)))
     one.committed += [9, 5]  # the target chose another word, then came back to the draft's
     one.tree.advance([9, 5])
     stubs = recycling.look(one, 8)
-    assert [stub.lead for stub in stubs] == list(range(len(LEADS)))
+    assert [stub.lead for stub in stubs] == [0, 1]
     assert {stub.tip for stub in stubs} == {one.tree.root}
     chains = [[token for token, _ in recycling.draft(stub, 0.03, ())] for stub in stubs]
-    assert chains == [[6, 7], [], []]
+    assert chains == [[6, 7], [8]]
     assert recycling.draft(stubs[0], 0.03, {6}) == []
     grown = recycling.put(one, stubs[0], recycling.draft(stubs[0], 0.03, {7}))
     assert grown is not None
     assert [one.tree.token(n) for n in grown.nodes] == [6]
+
+
+def test_what_is_hardly_ever_reached_is_not_offered_again() -> None:
+    one, recycling = session(), Recycling()
+    chain = tuple(range(4, 10))  # a ring of words: what follows is always known
+    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0,) + (1,) * 59, tokens=chain * 10))
+    one.committed += [9, 5]
+    one.tree.advance([9, 5])
+    (stub,) = recycling.look(one, 8)
+    offered = recycling.draft(stub, 0.03, ())
+    assert 1 < len(offered) < LONGEST
+    reach = list(itertools.accumulate(chance for _, chance in offered))
+    assert reach[-2] >= math.log(FAINT) > reach[-1]
+    one.tree.add(one.tree.root, 6, math.log(FAINT))  # the likeliest way, and yet not a likely one
+    assert recycling.look(one, 8) == []
 
 
 def test_recycling_leaves_room_for_the_targets_last_token() -> None:
