@@ -13,30 +13,11 @@ from numpy.typing import NDArray
 from paceline.cloud.architecture import Config, from_gguf
 from paceline.cloud.checkpoint import check_shape
 from paceline.kernels.gguf_file import GgufFile, UnreadKind
+from paceline.kernels.gguf_names import gguf_name
 from paceline.protocol.errors import EngineError
 from torch import Tensor
 
 PIECE_HEADS = 64  # heads' worth of rows dequantised at a time, so that no float32 copy of a whole matrix is made
-
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "post_attention_layernorm": "ffn_norm",
-}
-_GEMMA_PARTS = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 
 
 class GgufCheckpoint:
@@ -49,7 +30,6 @@ class GgufCheckpoint:
         tokens = self.metadata.get("tokenizer.ggml.tokens")
         self.spellings: list[str] = tokens if isinstance(tokens, list) else []
         self.config = self._configure()
-        self._parts = _PARTS | (_GEMMA_PARTS if self.config.gemma else {})
 
     def has(self, tensor: str) -> bool:
         return self._gguf_name(tensor) in self._file.tensors
@@ -75,11 +55,10 @@ class GgufCheckpoint:
         return from_gguf(self.metadata, rows, tied="output.weight" not in tensors, factors=freqs)
 
     def _gguf_name(self, tensor: str) -> str:
-        stem, _, kind = tensor.rpartition(".")
-        if stem in _TOP:
-            return f"{_TOP[stem]}.{kind}"
-        _, _, number, part = stem.split(".", 3)  # model.layers.N.part
-        return f"blk.{number}.{self._parts[part]}.{kind}"
+        name = gguf_name(tensor, gemma=self.config.gemma)
+        if name is None:
+            raise KeyError(tensor)
+        return name
 
     def _array(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[np.float32]:
         try:

@@ -1,8 +1,7 @@
-"""Which architectures are understood: how a GGUF header or a Hugging Face config becomes a `Shape`, and HF names GGUF names."""
+"""Which architectures are understood: how a GGUF header or a Hugging Face config becomes a `Shape`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,22 +11,6 @@ from .errors import WeightsError
 #: GGUF architectures with llama.cpp's rotation order: neighbours (True) or halves (False).
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "gemma3": False}
 _HF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
-_LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
-_GEMMA |= {"post_feedforward_layernorm": "post_ffw_norm"}
-_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 def _number(source: Mapping[str, Any], key: str, name: str, high: float = 1e9) -> float:
@@ -97,15 +80,3 @@ def hf_shape(config: Mapping[str, Any], name: str) -> Shape:
 
 def hf_architecture(config: Mapping[str, Any]) -> str:
     return _HF[config["model_type"]]
-
-
-def gguf_name(name: str, architecture: str) -> str | None:
-    """GGUF's name of a Hugging Face tensor; None for one that a decoder does not use."""
-    stem, _, kind = name.rpartition(".")
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.{kind}"
-    found = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    names = {**_LAYER, **_GEMMA} if architecture == "gemma3" else _LAYER
-    if not found or found[2] not in names:
-        return None
-    return f"blk.{found[1]}.{names[found[2]]}.{kind}"

@@ -13,12 +13,13 @@ from typing import Protocol
 import gguf
 import torch
 from paceline.kernels.gguf_file import GgufFile
+from paceline.kernels.gguf_names import gguf_name
 from paceline.protocol.vocabulary import Vocabulary
 from torch import Tensor
 
 from .decoder import EMBEDDING, HEAD, LAST_NORM, LINEARS, Shape, working
 from .errors import WeightsError
-from .families import gguf_name, gguf_shape, hf_architecture, hf_shape
+from .families import gguf_shape, hf_architecture, hf_shape
 from .hf_folder import folder_tokens, read_json, safetensors_table
 
 
@@ -79,7 +80,7 @@ class FolderTarget:
             raise WeightsError(f"{path} holds no *.safetensors file.")
         for file in files:
             for hf, extents in safetensors_table(file).items():
-                if name := gguf_name(hf, self.architecture):
+                if name := gguf_name(hf, gemma=self.architecture == "gemma3"):
                     self._where[name] = (file, hf, extents)
         check_tensors(self)
 
