@@ -234,5 +234,5 @@ def likeliest(tree: Tree) -> list[int]:
     """The root, its likeliest child, that one's likeliest child, and so on."""
     chain = [tree.root]
     while below := tree.children(chain[-1]):
-        chain.append(max(below, key=lambda c: (tree.weight(c), -c)))
+        chain.append(below[0])
     return chain

@@ -123,10 +123,8 @@ async def serve(
     if settings.tls_certificate is not None:
         tls = tls_context(settings.tls_certificate, settings.tls_key, settings.tls_clients)
     server = await start(house, settings.host, settings.port, vocabulary, keys=keys, tls=tls)
-    stepping, tidying = (
-        asyncio.create_task(house.scheduler.run()),
-        asyncio.create_task(keep_small(let_go=house.forget_old)),
-    )
+    stepping = asyncio.create_task(house.scheduler.run())
+    tidying = asyncio.create_task(keep_small(let_go=house.forget_old))
     stop = Stop()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):

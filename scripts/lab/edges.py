@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.edge.draft import Choice, Draft, Row
+from paceline.edge.draft import PROBE_ROWS, Choice, Draft, Row
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.sampling import Sampling
 
-WIDTHS = (1, 2, 4, 8)
 PAST = 192  # tokens of text before the rows of a measured step
 REPEATS = 5
 
@@ -28,7 +27,7 @@ class EdgeCost:
     @property
     def table(self) -> list[tuple[int, float]]:
         """(rows, seconds) as a draft would have measured them at start."""
-        return [(n, self(n)) for n in WIDTHS]
+        return [(n, self(n)) for n in PROBE_ROWS]
 
 
 EDGES = {
@@ -49,7 +48,7 @@ def measured(draft: Draft, clock: Callable[[], float] = time.perf_counter) -> li
     handle = draft.open([0] * PAST)
     draft.extend([Row(handle, 0, -1, 0, PAST - 1, choice)])
     table = []
-    for width in WIDTHS:
+    for width in PROBE_ROWS:
         times = []
         for _ in range(REPEATS):
             begin = clock()
