@@ -113,7 +113,7 @@ async def _websocket(front: Front, scope: Message, receive: Receive, send: Send)
         await _respond(page, DENIAL, send)
     elif page is not None:
         code = POLICY if page.retry_after is None else TRY_LATER
-        await send({"type": "websocket.close", "code": code, "reason": page.body.decode().strip()})
+        await send({"type": "websocket.close", "code": code, "reason": close_reason(page.body.decode().strip())})
     elif SUBPROTOCOL not in scope.get("subprotocols", ()):
         await send({"type": "websocket.close", "code": 1002, "reason": f"the subprotocol here is {SUBPROTOCOL}"})
     else:
