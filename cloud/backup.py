@@ -12,17 +12,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from paceline.protocol.cloud_session import CloudSession
-from paceline.protocol.followers import Followers
 from paceline.protocol.sampling import History, Sampling
-from paceline.protocol.tree import Tree
 
 LONGEST = 16  # tokens drafted for a step, at most
 DECAY = 0.98
 SUFFIX, SHORTEST = 8, 2  # tokens of the text's end that are looked for in what came before
-LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
-GOES_ON = 0.6  # chance that what then followed there follows here too
-FAINT = 0.01  # what is reached less often is not offered again
 REPEAT = 0.6  # chance that a repeat goes on, before any was seen
 
 
@@ -56,11 +52,10 @@ class Ngram:
         return None
 
 
-@dataclass(frozen=True)
-class Grown:
-    """A chain that a top-up added: its nodes, and for each the chance it gave it; `parent` is what it hangs on."""
+class Grown(msgspec.Struct, frozen=True):
+    """A chain that was added here: its nodes, and for each the chance it was given; `parent` is what it hangs on."""
 
-    top_up: "TopUp"
+    record: "Record"
     parent: int
     nodes: tuple[int, ...]
     chances: tuple[float, ...]
@@ -69,7 +64,7 @@ class Grown:
         """What became of it: the target stood at `root`, walked these of the nodes that were verified."""
         if self.parent == root or self.parent in walked:  # else nobody asked it
             asked = [(n in walked, c) for n, c in zip(self.nodes, self.chances, strict=True) if n in verified]
-            self.top_up.learn([taken for taken, _ in asked], [chance for _, chance in asked])
+            self.record.learn([taken for taken, _ in asked], [chance for _, chance in asked])
 
 
 @dataclass(frozen=True)
@@ -83,18 +78,14 @@ class Stub:
     reach: float  # probability that the target walks to the tip
     gain: float
     room: int
-    lead: int = 0  # of several ideas of what comes next, which one to follow
+    least: float = 0.0  # what is reached less often would not go along
 
 
-class TopUp:
-    """Grows a session's tree with a backup before a step. `length`: tokens to draft for a step; 0: as many as pay.
+class Record:
+    """How often the tokens that one source drafts are taken, lately, and how often it said they would be."""
 
-    `look` and `put` touch the session, `draft` does not: it may run on another thread meanwhile.
-    """
-
-    def __init__(self, backup: Backup, length: int = 0) -> None:
-        self.backup, self.length = backup, length
-        # of its tokens, decayed: how many were asked about, how many taken, how many it had promised
+    def __init__(self) -> None:
+        # decayed: how many were asked about, how many taken, how many it had promised
         self._asked, self._taken, self._promised = 5.0, 4.0, 4.0
 
     @property
@@ -114,16 +105,29 @@ class TopUp:
         self._asked = DECAY * self._asked + asked
         self._promised = DECAY * self._promised + sum(chances[:asked])
 
-    def look(self, session: CloudSession, width: int) -> list[Stub]:
-        """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too."""
+
+class TopUp:
+    """Grows a session's tree with a backup before a step. `length`: tokens to draft for a step; 0: as many as pay.
+
+    `look` and `put` touch the session, `draft` does not: it may run on another thread meanwhile.
+    """
+
+    def __init__(self, backup: Backup, length: int = 0) -> None:
+        self.backup, self.length, self.record = backup, length, Record()
+
+    def look(self, session: CloudSession, width: int, least: float = 0.0) -> list[Stub]:
+        """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too.
+
+        least: a node that is reached less often will not be verified in this step, as far as is known.
+        """
         tree = session.tree
-        root, tip = tree.root, likeliest(tree)[-1]
+        root, tip = tree.root, tree.tip()
         tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
         gain = 1.0 + sum(math.exp(tree.reach(n)) for n in tree.best(width))
         text = session.sequence
-        return [self._stub(session, text, gain, tip) for tip in tips]
+        return [self._stub(session, text, gain, tip, least) for tip in tips]
 
-    def _stub(self, session: CloudSession, text: Sequence[int], gain: float, tip: int) -> Stub:
+    def _stub(self, session: CloudSession, text: Sequence[int], gain: float, tip: int, least: float) -> Stub:
         tree = session.tree
         path = [tree.token(n) for n in tree.path(tip)]
         history = session.history.after(path) if session.history is not None else None
@@ -135,6 +139,7 @@ class TopUp:
             math.exp(tree.reach(tip)),
             gain,
             session.max_tokens - len(session.committed) - 1 - len(path),
+            least,
         )
 
     def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[tuple[int, float]]:
@@ -145,13 +150,15 @@ class TopUp:
         out: list[tuple[int, float]] = []
         text = array("i", stub.tokens)
         reach, gain, spent = stub.reach, stub.gain, 0.0
-        while len(out) < stub.room and self._pays(len(out), reach, sessions * gain, spent + verify):
+        while (
+            len(out) < stub.room and reach > stub.least and self._pays(len(out), reach, sessions * gain, spent + verify)
+        ):
             history = stub.history.after([token for token, _ in out]) if stub.history is not None else None
             found = self.backup.follow(text, stub.sampling, history)
             spent += self.backup.seconds
             if found is None or found[0] in stop_ids:
                 break
-            chance = min(max(self.trust * found[1], 1e-4), 0.999)
+            chance = min(max(self.record.trust * found[1], 1e-4), 0.999)
             reach *= chance
             gain += reach
             out.append((found[0], math.log(chance)))
@@ -169,70 +176,9 @@ class TopUp:
         nodes, tip = list[int](), parent
         for token, chance in drafted[at:]:
             nodes.append(tip := tree.add(tip, token, chance))
-        return Grown(self, parent, tuple(nodes), tuple(math.exp(c) for _, c in drafted[at:])) if nodes else None
+        return Grown(self.record, parent, tuple(nodes), tuple(math.exp(c) for _, c in drafted[at:])) if nodes else None
 
     def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
         if self.length:
             return drafted < self.length
-        return drafted < LONGEST and reach * self.acceptance * seconds > gain * self.backup.seconds
-
-
-class Recycling(TopUp):
-    """Offers what the edge drafted elsewhere, where the target left it: after the same token, nearest to its place first.
-
-    It costs nothing, and stands in for nodes that are on their way. The edge's drafts are all it knows ("token recycling",
-    arXiv 2408.08696, keeps such a table for a draft model's candidates).
-    """
-
-    seconds = 0.0
-
-    def __init__(self) -> None:
-        super().__init__(self)
-        self._followers, self._length = Followers(), 0  # of the session at hand: its text's length, too
-
-    def look(self, session: CloudSession, width: int) -> list[Stub]:
-        """At the end of the likeliest chain, one stub for each idea that may be reached."""
-        tree, text = session.tree, session.committed
-        if not text or not session.intake.followers:
-            return []
-        *_, tip = chain = likeliest(tree)
-        reach = math.exp(tree.reach(tip))
-        if self.trust * reach * LEADS[0] < FAINT:
-            return []
-        self._followers, self._length = session.intake.followers, len(text)
-        path = (text[-1], *(tree.token(n) for n in chain[1:]))
-        room = session.max_tokens - len(text) - len(path)
-        ideas = zip(LEADS, self._likely(path), strict=False)
-        return [
-            Stub(path, session.sampling, None, tip, reach, 1.0, room, lead)
-            for lead, (chance, _) in enumerate(ideas)
-            if self.trust * reach * chance >= FAINT
-        ]
-
-    def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
-        """`tokens`: the text's last one, and the path below it."""
-        found = self._likely(tokens)
-        return (found[0], GOES_ON) if found else None
-
-    def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[tuple[int, float]]:
-        found = self._likely(stub.tokens)
-        if stub.room < 1 or stub.lead >= len(found) or found[stub.lead] in stop_ids:
-            return []
-        token, chance = found[stub.lead], max(self.trust * LEADS[stub.lead], 1e-4)
-        reach = stub.reach * chance
-        below = Stub((*stub.tokens, token), stub.sampling, None, stub.tip, reach, 1.0, stub.room - 1)
-        return [(token, math.log(chance)), *super().draft(below, verify, stop_ids, sessions)]
-
-    def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
-        return drafted < LONGEST and reach >= FAINT
-
-    def _likely(self, tokens: Sequence[int]) -> list[int]:
-        return self._followers.likely(self._length + len(tokens) - 2, tokens[-1])
-
-
-def likeliest(tree: Tree) -> list[int]:
-    """The root, its likeliest child, that one's likeliest child, and so on."""
-    chain = [tree.root]
-    while below := tree.children(chain[-1]):
-        chain.append(below[0])
-    return chain
+        return drafted < LONGEST and reach * self.record.acceptance * seconds > gain * self.backup.seconds

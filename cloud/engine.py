@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from paceline.protocol.cloud_session import Plan, Walk
@@ -21,8 +22,7 @@ Mask = npt.NDArray[np.bool_]
 Logits = npt.NDArray[np.float32]  # [V], V the number of real tokens
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """One session's share of a step.
 
     `tokens` continue the handle's sequence, in order; they are never empty. With `choose`, the target then chooses

@@ -11,25 +11,27 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
 from typing import Protocol, TypeVar
 
-from paceline.cloud.backup import Grown, Recycling, Stub, TopUp
+from msgspec.structs import replace
+from paceline.cloud.backup import Grown, Stub, TopUp
 from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
+from paceline.cloud.recycling import Recycling
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, best_count, most_count
 from paceline.protocol.errors import Code, EngineError, ProtocolError
 from paceline.protocol.messages import Commit
-from paceline.protocol.tree import State
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's resolution
 DOUBTLESS = 8.0  # nodes for which an edge is believed at first
 MEMORY = 0.97  # what is left of a step's outcome after the next one
+NEARLY = 0.5  # of what the least node counted that went along lately: what counts less is not drafted here
 OFFER, LEAST_OFFER = 4, 16  # nodes of a session that are looked at for a step: times its part of the width, at least
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
@@ -60,6 +62,10 @@ class Seat:
     grown: list[Grown] = field(default_factory=list)  # what was drafted here for the step at hand
     own: set[int] = field(default_factory=set)  # nodes that were drafted here
 
+    def grew(self, grown: Grown) -> None:
+        self.grown.append(grown)
+        self.own.update(grown.nodes)
+
     def due(self, now: float) -> float:
         """When its next step may begin; infinity: not before something arrives."""
         s = self.session
@@ -71,9 +77,13 @@ class Seat:
         return max(begin, s.patience.start(now, self.missed, len(s.committed) - self.missed_len))
 
     @property
-    def doubt(self) -> float:
-        """Log of how far its edge's word is good: 0 for one that is right as often as it says, or new here."""
-        return min(math.log((self.taken + DOUBTLESS) / (self.promised + DOUBTLESS)), 0.0)
+    def counts(self) -> float:
+        """Log of what a sure node of it counts for.
+
+        The less, the more tokens it gets anyway, and the oftener its edge is wrong: one that is right as often as it says,
+        or new here, is believed.
+        """
+        return math.log(min((self.taken + DOUBTLESS) / (self.promised + DOUBTLESS), 1.0) / self.pace)
 
     def learn(self, promised: float, taken: int) -> None:
         self.promised = MEMORY * self.promised + promised
@@ -136,8 +146,12 @@ class Scheduler:
         self.engine, self.floor = engine, floor
         self.width = engine.max_width if width is None else min(width, engine.max_width)
         self.figures = Figures()
-        self._run, self._clock, self._top_ups = run, clock, [*top_ups, *([Recycling()] if recycles else [])]
+        self._run, self._clock, self._top_ups = run, clock, [*top_ups]
+        self._recycling = Recycling() if recycles else None
         self._cost = StepCost(engine.step_cost)
+        self._cut = (
+            -math.inf
+        )  # log of what the least node counted that went along in the last step where others did not
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
         self._wake = asyncio.Event()
@@ -242,7 +256,7 @@ class Scheduler:
             session = seat.session
             if session.position - self.engine.length(seat.handle) > self.engine.chunk:
                 continue
-            stubs = top_up.look(session, self.width)
+            stubs = top_up.look(session, self.width, self._least(seat))
             try:
                 work = partial(_draft, top_up, stubs, verify, session, len(seats))
                 chains = work() if top_up.backup.seconds == 0 else await self._run(work)
@@ -252,8 +266,11 @@ class Scheduler:
                 return
             for stub, chain in zip(stubs, chains, strict=True):
                 if (grown := top_up.put(session, stub, chain)) is not None:
-                    seat.grown.append(grown)
-                    seat.own |= set(grown.nodes)
+                    seat.grew(grown)
+
+    def _least(self, seat: Seat) -> float:
+        """What is reached less often will hardly be verified in this step: in the last one, too, better nodes were left out."""
+        return NEARLY * math.exp(min(self._cut - seat.counts, 0.0)) if self._cut > -math.inf else 0.0
 
     def _seated(self, seat: Seat) -> bool:
         """Give the session a sequence of the engine if it has none. False if there is no room."""
@@ -280,6 +297,10 @@ class Scheduler:
             if len(taken) == len(missing):
                 choosing[seat] = None
             shares.append((seat, taken))
+        if self._recycling is not None:
+            for seat in choosing:
+                for grown in self._recycling.offer(seat.session, self._least(seat)):
+                    seat.grew(grown)
         plans = self._share_width(list(choosing), sum(len(tokens) for _, tokens in shares))
         return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
 
@@ -299,11 +320,13 @@ class Scheduler:
         offers = {seat: seat.session.likeliest(most) for seat in seats}
         reach = []
         for seat, nodes in offers.items():
-            counts = seat.doubt - math.log(seat.pace)
+            counts = seat.counts
             reach += [(r + counts, seat) for r in seat.session.tree.reaches(nodes)]
         reach.sort(key=itemgetter(0), reverse=True)
         gains = [r for r, _ in reach[:width]]
         count = best_count(gains, self._cost, base_gain=base, base_rows=rows, floor=self.floor)
+        left_out = count < len(reach) or any(len(nodes) == most for nodes in offers.values())
+        self._cut = reach[max(count - 1, 0)][0] if reach and left_out else -math.inf
         taken = dict.fromkeys(offers, 0)
         for _, seat in reach[:count]:
             taken[seat] += 1
@@ -322,16 +345,16 @@ class Scheduler:
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
-        tree, walked = seat.session.tree, {plan.nodes[i] for i in result.accepted}
-        own = seat.own = {n for n in seat.own if n != tree.root and tree.state(n) is State.LIVE}
-        sent = [n for n in plan.nodes if n not in own] if own else plan.nodes
-        promised = sum(map(math.exp, tree.reaches(sent)))
-        seat.learn(promised, len(walked - own))
-        for grown in seat.grown:
-            grown.learn(tree.root, plan.nodes, walked)
-        seat.grown = []
-        if own:
+        tree, nodes, walked = seat.session.tree, plan.nodes, {plan.nodes[i] for i in result.accepted}
+        if seat.own:
+            own = seat.own = tree.alive(seat.own)
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+            seat.learn(sum(map(math.exp, tree.reaches(n for n in nodes if n not in own))), len(walked - own))
+            for grown in seat.grown:
+                grown.learn(tree.root, nodes, walked)
+            seat.grown = []
+        else:
+            seat.learn(sum(map(math.exp, tree.reaches(nodes))), len(walked))
         commit = seat.session.apply(plan, result, step)
         seat.pace += (1 - MEMORY) * (len(commit.tokens) - seat.pace)
         seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.held)

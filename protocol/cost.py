@@ -179,13 +179,13 @@ def nonnegative(gram: Floats, right: Floats) -> Floats:
 
 
 def best_count(
-    gains: Sequence[float], cost: StepCost, *, base_gain: float = 0.0, base_rows: int = 0, floor: float = 0.0
+    gains: Sequence[float] | Floats, cost: StepCost, *, base_gain: float = 0.0, base_rows: int = 0, floor: float = 0.0
 ) -> int:
     """How many of the optional rows to take, given their log-gains, best first, beside `base_rows` rows worth `base_gain`.
 
     The rate rises to one peak and falls, as gains fall and the cost is convex: whether a row is taken depends on better ones.
     """
-    if not gains:
+    if not len(gains):
         return 0
     totals = base_gain + np.cumsum(np.exp(gains))
     seconds = np.maximum(cost.trial(base_rows + np.arange(len(gains) + 1)), max(floor, MIN_SECONDS))
@@ -202,7 +202,7 @@ def most_count(count: int, gain: float, cost: StepCost, *, base_gain: float, bas
     None if even that is little better than no rows: then guesses decide, and a cost that was guessed wrong is found out by
     steps without them. Does not look at the rows themselves, so it may decide about drawn nodes.
     """
-    most = best_count([math.log(gain)] * count, cost, base_gain=base_gain, base_rows=base_rows, floor=floor)
+    most = best_count(np.full(count, math.log(gain)), cost, base_gain=base_gain, base_rows=base_rows, floor=floor)
     before, after = np.maximum(cost.trial(np.array([base_rows, base_rows + most])), max(floor, MIN_SECONDS))
     better = (base_gain + most * gain) / after > (1 + CAUTION) * base_gain / before
     return most if better else 0

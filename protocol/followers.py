@@ -40,6 +40,15 @@ class Followers:
         near = sorted((abs(at - position - 1), -p, after) for at, p, after in self._after.get(token, ()))
         return list(dict.fromkeys(after for _, _, after in near))
 
+    def likeliest(self, position: int, token: int) -> int | None:
+        """The first of `likely`; None: nothing was."""
+        best, nearest, surest = None, 0, 0.0
+        for at, log_probability, after in self._after.get(token, ()):
+            away = abs(at - position - 1)
+            if best is None or away < nearest or (away == nearest and (-log_probability, after) < (-surest, best)):
+                best, nearest, surest = after, away, log_probability
+        return best
+
     def number_anew(self) -> None:
         """The edge begins to count again."""
         self._places = {}

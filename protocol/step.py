@@ -1,14 +1,12 @@
 """A step of the target for one session: the nodes it is to look at, and where it walked."""
 
-from dataclasses import dataclass
-
+import msgspec
 from paceline.protocol.proposal import Draw
 
 Logprobs = tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """Nodes to verify: `tokens[i]` grows on node `parents[i]` of this plan, -1 being the last committed token.
 
     `base` is the length of the text that the plan was made for, `held` how many nodes there were to choose from. `draws[i]`
@@ -30,8 +28,7 @@ class Plan:
         return found
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(msgspec.Struct, frozen=True):
     """The target's walk: which nodes of the plan it went through, and the token it chose at the end of them.
 
     `logprobs[k]`, if asked for, are (token, log-probability) pairs for the k-th token committed: the chosen one, then the top.

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from heapq import heappop, heappush
 
+SPARE = 64  # nodes that are kept before any are let go of, and between one time and the next
+
 
 class State(IntEnum):
     LIVE = 0  # below the root, or the root itself
@@ -18,11 +20,15 @@ class State(IntEnum):
     DEAD = 2  # the target went another way
 
 
+LIVE, COMMITTED, DEAD = State  # a global is found faster than an attribute of an Enum
+
+
 class Tree:
     """Nodes by id. `position` of a node is the index of its token in the generated text; the root of an empty text has -1."""
 
     def __init__(self, root_token: int, root_position: int = -1) -> None:
         self._first = 0  # id of the first node still kept
+        self._full = SPARE  # nodes kept, from which on it pays to look for some to let go of
         self._parent: list[int] = []
         self._token: list[int] = []
         self._position: list[int] = []
@@ -67,7 +73,7 @@ class Tree:
 
     def state(self, node: int) -> State:
         """State of a node; those so old that they were let go are DEAD."""
-        return self._state[node - self._first] if node >= self._first else State.DEAD
+        return self._state[node - self._first] if node >= self._first else DEAD
 
     def child(self, node: int, token: int) -> int | None:
         first, tokens = self._first, self._token
@@ -86,12 +92,24 @@ class Tree:
         at_root = weights[self.root - first]
         return [weights[node - first] - at_root for node in nodes]
 
+    def tip(self) -> int:
+        """The end of the likeliest chain: from the root to its likeliest child, that one's likeliest child, and so on."""
+        first, children, node = self._first, self._children, self.root
+        while below := children[node - first]:
+            node = below[0]
+        return node
+
+    def alive(self, nodes: Iterable[int]) -> set[int]:
+        """Those of them that are live, below the root."""
+        first, states = self._first, self._state
+        return {n for n in nodes if n >= first and n != self.root and states[n - first] is LIVE}
+
     def add(self, parent: int, token: int, log_probability: float = 0.0) -> int:
         """A new child of a live node; `log_probability` is that of taking it once its parent was taken."""
         first, weights = self._first, self._weight
         at = parent - first
         assert at >= 0, "children grow on live nodes only"
-        assert self._state[at] is State.LIVE, "children grow on live nodes only"
+        assert self._state[at] is LIVE, "children grow on live nodes only"
         assert log_probability > -math.inf, "a weight of -inf would make every sum below it meaningless"
         weight = weights[at] + min(log_probability, 0.0)
         node = self._append(parent, token, self._position[at] + 1, weight)
@@ -143,7 +161,7 @@ class Tree:
 
     def path(self, node: int) -> list[int]:
         """Nodes from just below the root down to `node`, which is live."""
-        assert self.state(node) is State.LIVE
+        assert self.state(node) is LIVE
         out = []
         while node != self.root:
             out.append(node)
@@ -195,7 +213,7 @@ class Tree:
         self._token.append(token)
         self._position.append(position)
         self._weight.append(weight)
-        self._state.append(State.LIVE)
+        self._state.append(LIVE)
         self._children.append(None)
         return self._first + len(self._parent) - 1
 
@@ -204,7 +222,7 @@ class Tree:
         for node, follower in zip((self.root, *walked), (*walked, None), strict=True):
             if node == new:
                 break
-            self._state[node - self._first] = State.COMMITTED
+            self._state[node - self._first] = COMMITTED
             self._live -= 1
             self._kill([c for c in self._children[node - self._first] or () if c != follower])
         self.root = new
@@ -215,19 +233,22 @@ class Tree:
         count = 0
         while stack:
             at = stack.pop() - first
-            states[at] = State.DEAD
+            states[at] = DEAD
             count += 1
             if (below := children[at]) is not None:
                 stack += below
         self._live -= count
 
     def forget(self, before_position: int) -> None:
-        """Let go of the leading nodes that are not live and whose position lies before `before_position`."""
-        n = 0
-        for state, position in zip(self._state, self._position, strict=True):
-            if state is State.LIVE or (state is State.COMMITTED and position >= before_position):
+        """Let go of the leading nodes that are not live and whose position lies before `before_position`; now and then."""
+        if len(self._state) < self._full:
+            return
+        n = len(self._state)
+        for i, state in enumerate(self._state):
+            if state is not DEAD and (state is LIVE or self._position[i] >= before_position):
+                n = i
                 break
-            n += 1
+        self._full = len(self._state) - n + SPARE
         if not n:
             return
         for column in (self._parent, self._token, self._position, self._weight, self._state, self._children):

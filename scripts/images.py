@@ -1,9 +1,9 @@
 """python -m paceline.scripts.images cloud edge: run the Dockerfiles' steps in clean Debian roots, where no container engine is.
 
 Needs root on Linux and debootstrap. Every instruction is carried out in order: stages are folders, RUN is a chroot, COPY takes
-what git knows of this tree. Then the image is put to use as its entry point says, as its user: it names its version; the verifier
-serves, its health check passes, and SIGTERM ends it. What a container engine adds (namespaces, layers, other
-architectures) is not checked.
+what git does not ignore of this tree. Then the image is put to use as its entry point says, as its user: it names its
+version; the verifier serves, its health check passes, and SIGTERM ends it. What a container engine adds (namespaces, layers,
+other architectures) is not checked.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Build:
 
 
 def _copy(source: Path, name: str, goal: Path) -> None:
-    """A file or a folder's contents; of this tree only what git knows, as a clean checkout has it."""
+    """A file or a folder's contents; of this tree what git does not ignore, new files too."""
     found = source / name if name != "." else source
     if not found.exists():
         raise PacelineError(f"COPY {name}: there is no such file")
@@ -152,8 +152,11 @@ def _copy(source: Path, name: str, goal: Path) -> None:
     if source != TREE:
         _checked(["cp", "-a", "--", f"{found}/." if found.is_dir() else str(found), str(goal)], "COPY")
         return
-    listed = subprocess.run(["git", "ls-files", "-z", "--", name], cwd=TREE, capture_output=True, check=True).stdout
+    known = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", name]
+    listed = subprocess.run(known, cwd=TREE, capture_output=True, check=True).stdout
     for file in filter(None, listed.decode().split("\0")):
+        if not (TREE / file).exists():  # deleted, and git does not know yet
+            continue
         to = goal / Path(file).relative_to(name) if found.is_dir() else goal
         to.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(TREE / file, to)

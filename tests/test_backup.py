@@ -1,15 +1,15 @@
 """What the verifier drafts by itself: where it goes on, how far, and that it never changes the text."""
 
 import asyncio
-import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import FAINT, LONGEST, Grown, Ngram, Recycling, TopUp
+from paceline.cloud.backup import LONGEST, Grown, Ngram, Record, TopUp
 from paceline.cloud.engines.toy import ToyEngine
+from paceline.cloud.recycling import Recycling
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.messages import Commit, Draft, Open
@@ -162,26 +162,26 @@ def test_more_sessions_in_a_step_make_its_drafting_dearer() -> None:
 
 
 def test_its_own_acceptance_is_learned() -> None:
-    top_up = TopUp(Oracle(ToyEngine(), 0.001))
+    record = Record()
     for _ in range(300):
-        top_up.learn([False] * 4, [0.8] * 4)
-    assert top_up.acceptance < 0.05
-    assert top_up.trust < 0.1
+        record.learn([False] * 4, [0.8] * 4)
+    assert record.acceptance < 0.05
+    assert record.trust < 0.1
     for _ in range(300):
-        top_up.learn([True] * 4, [0.8] * 4)
-    assert top_up.acceptance > 0.75
-    assert top_up.trust == 1
-    assert math.isfinite(top_up.acceptance)
+        record.learn([True] * 4, [0.8] * 4)
+    assert record.acceptance > 0.75
+    assert record.trust == 1
+    assert math.isfinite(record.acceptance)
 
 
 def test_what_nobody_asked_teaches_nothing() -> None:
-    top_up = TopUp(Oracle(ToyEngine(), 0.001))
-    before = top_up.acceptance
-    grown = Grown(top_up, 5, (6, 7), (0.8, 0.8))
+    record = Record()
+    before = record.acceptance
+    grown = Grown(record, 5, (6, 7), (0.8, 0.8))
     grown.learn(2, [5, 6, 7], [])  # the target left the path before it
-    assert top_up.acceptance == before
+    assert record.acceptance == before
     grown.learn(2, [5, 6, 7], [5, 6])
-    assert top_up.acceptance != before
+    assert record.acceptance != before
 
 
 class Broken(Oracle):
@@ -193,44 +193,22 @@ def test_a_backup_that_fails_ends_itself_and_not_the_session() -> None:
     assert written(TopUp(Broken(ToyEngine(), 0.001)))[0] == written()[0]
 
 
-def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
-    one, recycling = session(), Recycling()
-    assert recycling.look(one, 8) == []  # nothing was drafted yet
-    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0, 1, 1, 1, 3), tokens=(4, 5, 6, 7, 8)))
-    one.committed += [9, 5]  # the target chose another word, then came back to the draft's
-    one.tree.advance([9, 5])
-    stubs = recycling.look(one, 8)
-    assert [stub.lead for stub in stubs] == [0, 1]
-    assert {stub.tip for stub in stubs} == {one.tree.root}
-    chains = [[token for token, _ in recycling.draft(stub, 0.03, ())] for stub in stubs]
-    assert chains == [[6, 7], [8]]
-    assert recycling.draft(stubs[0], 0.03, {6}) == []
-    grown = recycling.put(one, stubs[0], recycling.draft(stubs[0], 0.03, {7}))
-    assert grown is not None
-    assert [one.tree.token(n) for n in grown.nodes] == [6]
+def test_what_would_not_be_verified_is_not_drafted_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, offer = list[float](), Recycling.offer
 
+    def offers(recycling: Recycling, one: CloudSession, least: float = 0.0) -> list[Grown]:
+        said.append(least)
+        return offer(recycling, one, least)
 
-def test_what_is_hardly_ever_reached_is_not_offered_again() -> None:
-    one, recycling = session(), Recycling()
-    chain = tuple(range(4, 10))  # a ring of words: what follows is always known
-    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0,) + (1,) * 59, tokens=chain * 10))
-    one.committed += [9, 5]
-    one.tree.advance([9, 5])
-    (stub,) = recycling.look(one, 8)
-    offered = recycling.draft(stub, 0.03, ())
-    assert 1 < len(offered) < LONGEST
-    reach = list(itertools.accumulate(chance for _, chance in offered))
-    assert reach[-2] >= math.log(FAINT) > reach[-1]
-    one.tree.add(one.tree.root, 6, math.log(FAINT))  # the likeliest way, and yet not a likely one
-    assert recycling.look(one, 8) == []
-
-
-def test_recycling_leaves_room_for_the_targets_last_token() -> None:
-    one, recycling = session(max_tokens=4), Recycling()
-    one.receive(Draft(sid=1, base_committed_len=0, first=0, parents=(0, 1, 1, 1), tokens=(4, 5, 6, 7)))
-    one.committed += [9, 5]
-    one.tree.advance([9, 5])
-    assert [token for token, _ in recycling.draft(recycling.look(one, 8)[0], 0.03, ())] == [6]
+    monkeypatch.setattr(Recycling, "offer", offers)
+    plain, _ = commits_of([], recycles=False)
+    chain = [plain[0], *((t + 1) % ToyEngine().vocabulary.size for t in plain[1:12])]  # all but the first are wrong
+    for width, most in ((64, 0.0), (1, 1.0)):
+        said.clear()
+        text, _ = commits_of([], width, sent=chain)
+        assert text == plain
+        assert 0.0 <= said[0] == min(said)
+        assert (max(said) > 0.0) == (most > 0.0)
 
 
 def test_a_chain_whose_first_word_is_wrong_saves_steps_all_the_same() -> None:

@@ -15,6 +15,10 @@ def test_the_nearest_place_goes_first_and_of_equals_the_likeliest() -> None:
     assert found.likely(3, 7) == [11, 10, 12]
     assert found.likely(9, 7) == [12, 10, 11]
     assert found.likely(3, 8) == []
+    assert [found.likeliest(at, 7) for at in (3, 9)] == [11, 12]
+    assert found.likeliest(3, 8) is None
+    found.note(4, (3, 7), 9, -0.1)  # as likely as 11
+    assert found.likeliest(3, 7) == found.likely(3, 7)[0] == 9
     assert found.place(2) == (10, 12)
 
 

@@ -8,10 +8,11 @@ memory) ends that session and no other. Only paths, and the log-probabilities so
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec.structs import replace
 from paceline.cloud.architecture import Config
 from paceline.cloud.batch import Batch, Share, choices, forest, lay_out
 from paceline.cloud.engine import Blocks, Logits, Work

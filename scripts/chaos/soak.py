@@ -28,7 +28,7 @@ from paceline.scripts.chaos.pipe import ByteFaults, HostileProxy
 from paceline.scripts.chaos.trend import Memory, Trend, trend
 
 FLOOR = 0.05  # seconds of a verification step; a draft step takes half of it
-WARM_SHARE = 0.08  # of the time, before what is measured begins: tables are learned, time lines and pools are filled
+WARM_SHARE = 0.25  # of the time, before what is measured begins: tables are learned, time lines and pools are filled
 SAMPLES = 720  # over the measured time
 MIB = 1024 * 1024
 STRANGERS = [  # what comes to an open port
