@@ -14,7 +14,7 @@ from paceline.protocol.cloud_session import CloudSession
 LONGEST = 16  # nodes of a chain, at most
 LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
 GOES_ON = 0.6  # chance that what then followed there follows here too
-FAINT = 0.02  # what is reached less often is not offered
+FAINT = 0.01  # what is reached less often is not offered
 
 
 class Recycling:
@@ -33,30 +33,24 @@ class Recycling:
         reach, trust, least = math.exp(tree.reach(tip)), self.record.trust, max(least, FAINT)
         if reach * trust * LEADS[0] < least:
             return []
-        position, token, last = (
+        position, stops, last = (
             tree.position(tip),
-            tree.token(tip),
+            session.stop_ids,
             session.max_tokens - 1,
         )  # the target's own comes there
-        ideas = followers.likely(position, token) if position + 1 < last else ()
+        ideas = followers.likely(position, tree.token(tip)) if position + 1 < last else ()
+        goes_on = min(trust * GOES_ON, 1.0)
         offered = list[Grown]()
         for lead, idea in zip(LEADS, ideas, strict=False):
-            reached, chance = reach * trust * lead, trust * lead
             nodes, chances = list[int](), list[float]()
-            after: int | None = idea
-            parent, at = tip, position
-            while (
-                after is not None
-                and reached >= least
-                and after not in session.stop_ids
-                and at + 1 < last
-                and len(nodes) < LONGEST
-            ):
+            parent, at, chance, after = tip, position + 1, trust * lead, idea
+            reached = reach * chance
+            while reached >= least and after not in stops and at < last and len(nodes) < LONGEST:
                 nodes.append(parent := tree.add(parent, after, math.log(chance)))
                 chances.append(chance)
-                at, chance = at + 1, min(trust * GOES_ON, 1.0)
-                reached *= chance
-                after = followers.likeliest(at, after)
+                if (further := followers.likeliest(at, after)) is None:
+                    break
+                after, at, chance, reached = further, at + 1, goes_on, reached * goes_on
             if nodes:
                 offered.append(Grown(self.record, tip, tuple(nodes), tuple(chances)))
         return offered

@@ -32,6 +32,7 @@ SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's re
 DOUBTLESS = 8.0  # nodes for which an edge is believed at first
 MEMORY = 0.97  # what is left of a step's outcome after the next one
 NEARLY = 0.5  # of what the least node counted that went along lately: what counts less is not drafted here
+NODE = 1e-5  # seconds that a node drafted here takes of everybody's time, about, whatever becomes of it
 OFFER, LEAST_OFFER = 4, 16  # nodes of a session that are looked at for a step: times its part of the width, at least
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
@@ -297,12 +298,19 @@ class Scheduler:
             if len(taken) == len(missing):
                 choosing[seat] = None
             shares.append((seat, taken))
-        if self._recycling is not None:
-            for seat in choosing:
-                for grown in self._recycling.offer(seat.session, self._least(seat)):
-                    seat.grew(grown)
-        plans = self._share_width(list(choosing), sum(len(tokens) for _, tokens in shares))
+        rows = sum(len(tokens) for _, tokens in shares)
+        self._recycle(list(choosing), rows)
+        plans = self._share_width(list(choosing), rows)
         return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
+
+    def _recycle(self, seats: Sequence[Seat], rows: int) -> None:
+        """Offer again what edges drafted elsewhere, where that brings more tokens a second than its own time costs."""
+        if self._recycling is None:
+            return
+        pays = NODE * sum(seat.pace for seat in seats) / max(self._cost(rows), self.floor)
+        for seat in seats:
+            for grown in self._recycling.offer(seat.session, max(self._least(seat), pays)):
+                seat.grew(grown)
 
     def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
         """The nodes that pay for their rows, as much to those who get little as to those who get much.

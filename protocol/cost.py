@@ -54,20 +54,20 @@ class Bin:
 
 @dataclass(frozen=True)
 class Curve:
-    """Straight lines between knots; from the last one on a row takes `far` seconds. `trial` rows are more than were ever seen."""
+    """Straight lines between knots. `trial` rows are more than were ever seen: beyond what was, a row takes `far` seconds."""
 
-    rows: Floats  # [n], rising
-    seconds: Floats
-    trial: float
-    end: float  # seconds of a step over `trial` rows if the last piece goes on
+    rows: Floats  # [n + 1], rising; the last one is `trial`
+    seconds: Floats  # [n + 1]; the last one if the piece before it goes on
     far: float
 
     def at(self, rows: float) -> float:
-        return float(np.interp(rows, self.rows, self.seconds) + self.far * max(rows - self.rows[-1], 0.0))
+        most = self.rows[-2]
+        return float(np.interp(min(rows, most), self.rows, self.seconds) + self.far * max(rows - most, 0.0))
 
     def tried(self, rows: Ints) -> Floats:
-        knots, seconds = np.append(self.rows, self.trial), np.append(self.seconds, self.end)
-        found: Floats = np.interp(rows, knots, seconds) + self.far * np.maximum(rows - self.trial, 0.0)
+        found: Floats = np.interp(rows, self.rows, self.seconds)
+        if rows[-1] > self.rows[-1]:
+            found += self.far * np.maximum(rows - self.rows[-1], 0.0)
         return found
 
 
@@ -109,7 +109,7 @@ class StepCost:
         return self._fitted().at(rows) if self._bins else MIN_SECONDS
 
     def trial(self, rows: Ints) -> Floats:
-        """The same for a choice of rows [n], but that a few more than were ever seen are tried at the last piece's price."""
+        """The same for a choice of rows [n], rising; but a few more than were ever seen are tried at the last piece's price."""
         return self._fitted().tried(rows) if self._bins else np.full(len(rows), MIN_SECONDS)
 
     def _add(self, rows: int, seconds: float) -> Bin:
@@ -153,7 +153,8 @@ def _fit(bins: Sequence[Bin], step: int) -> Curve:
     found = nonnegative(terms.T @ (weight[:, None] * terms) + stiff, terms.T @ (weight * y))
     seconds, slope, last = np.maximum(terms @ found, MIN_SECONDS), float(found[1:].sum()), float(x[-1])
     beyond = (1 + REACH) * last + 1
-    return Curve(x, seconds, beyond, seconds[-1] + slope * (beyond - last), max(slope, seconds[-1] / last))
+    end = seconds[-1] + slope * (beyond - last)
+    return Curve(np.append(x, beyond), np.append(seconds, end), max(slope, seconds[-1] / last))
 
 
 def nonnegative(gram: Floats, right: Floats) -> Floats:

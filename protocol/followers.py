@@ -37,17 +37,22 @@ class Followers:
 
     def likely(self, position: int, token: int) -> list[int]:
         """What was drafted after `token`: nearest to where `token` is now, `position`, first, of equals the likeliest."""
-        near = sorted((abs(at - position - 1), -p, after) for at, p, after in self._after.get(token, ()))
-        return list(dict.fromkeys(after for _, _, after in near))
+        found = self._after.get(token)
+        if found is None:
+            return []
+        if len(found) == 1:
+            return [found[0][2]]
+        near = sorted([(abs(at - position - 1), -p, after) for at, p, after in found])
+        return list(dict.fromkeys([after for _, _, after in near]))
 
     def likeliest(self, position: int, token: int) -> int | None:
         """The first of `likely`; None: nothing was."""
-        best, nearest, surest = None, 0, 0.0
-        for at, log_probability, after in self._after.get(token, ()):
-            away = abs(at - position - 1)
-            if best is None or away < nearest or (away == nearest and (-log_probability, after) < (-surest, best)):
-                best, nearest, surest = after, away, log_probability
-        return best
+        found = self._after.get(token)
+        if found is None:
+            return None
+        if len(found) == 1:
+            return found[0][2]
+        return min([(abs(at - position - 1), -p, after) for at, p, after in found])[2]
 
     def number_anew(self) -> None:
         """The edge begins to count again."""

@@ -224,7 +224,8 @@ class Tree:
                 break
             self._state[node - self._first] = COMMITTED
             self._live -= 1
-            self._kill([c for c in self._children[node - self._first] or () if c != follower])
+            if left := [c for c in self._children[node - self._first] or () if c != follower]:
+                self._kill(left)
         self.root = new
 
     def _kill(self, tops: list[int]) -> None:
