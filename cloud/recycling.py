@@ -14,7 +14,7 @@ from paceline.protocol.cloud_session import CloudSession
 LONGEST = 16  # nodes of a chain, at most
 LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
 GOES_ON = 0.6  # chance that what then followed there follows here too
-FAINT = 0.01  # what is reached less often is not offered
+FAINT = 0.006  # what is reached less often is not offered
 
 
 class Recycling:

@@ -203,12 +203,12 @@ def test_what_would_not_be_verified_is_not_drafted_here(monkeypatch: pytest.Monk
     monkeypatch.setattr(Recycling, "offer", offers)
     plain, _ = commits_of([], recycles=False)
     chain = [plain[0], *((t + 1) % ToyEngine().vocabulary.size for t in plain[1:12])]  # all but the first are wrong
-    for width, most in ((64, 0.0), (1, 1.0)):
+    for width in (64, 1):
         said.clear()
         text, _ = commits_of([], width, sent=chain)
         assert text == plain
-        assert 0.0 <= said[0] == min(said)
-        assert (max(said) > 0.0) == (most > 0.0)
+        assert 0.0 < said[0] < 0.05  # nothing was left out yet: what offering itself costs
+        assert (max(said) > 0.1) == (width == 1)
 
 
 def test_a_chain_whose_first_word_is_wrong_saves_steps_all_the_same() -> None:

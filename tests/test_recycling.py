@@ -67,10 +67,10 @@ def test_it_leaves_room_for_the_targets_last_token() -> None:
 def test_it_is_believed_less_the_oftener_it_is_wrong() -> None:
     recycling = Recycling()
     fresh = drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))
-    assert words(fresh, recycling) == [[6, 7]]
+    assert words(fresh, recycling, 0.05) == [[6, 7]]
     for _ in range(300):
         one = drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))
         for grown in recycling.offer(one):
             grown.learn(one.tree.root, grown.nodes, ())
     assert recycling.record.trust < 0.1
-    assert recycling.offer(drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))) == []
+    assert words(drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7)), recycling, 0.05) == []
