@@ -33,19 +33,15 @@ class Recycling:
         reach, trust, least = math.exp(tree.reach(tip)), self.record.trust, max(least, FAINT)
         if reach * trust * LEADS[0] < least:
             return []
-        position, stops, last = (
-            tree.position(tip),
-            session.stop_ids,
-            session.max_tokens - 1,
-        )  # the target's own comes there
+        position, last = tree.position(tip), session.max_tokens - 1  # the target's own token comes there
         ideas = followers.likely(position, tree.token(tip)) if position + 1 < last else ()
-        goes_on = min(trust * GOES_ON, 1.0)
+        goes_on = trust * GOES_ON
         offered = list[Grown]()
         for lead, idea in zip(LEADS, ideas, strict=False):
             nodes, chances = list[int](), list[float]()
             parent, at, chance, after = tip, position + 1, trust * lead, idea
             reached = reach * chance
-            while reached >= least and after not in stops and at < last and len(nodes) < LONGEST:
+            while reached >= least and after not in session.stop_ids and at < last and len(nodes) < LONGEST:
                 nodes.append(parent := tree.add(parent, after, math.log(chance)))
                 chances.append(chance)
                 if (further := followers.likeliest(at, after)) is None:

@@ -150,9 +150,7 @@ class Scheduler:
         self._run, self._clock, self._top_ups = run, clock, [*top_ups]
         self._recycling = Recycling() if recycles else None
         self._cost = StepCost(engine.step_cost)
-        self._cut = (
-            -math.inf
-        )  # log of what the least node counted that went along in the last step where others did not
+        self._cut = -math.inf  # log of what the least node counted that went along lately, where others were left out
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
         self._wake = asyncio.Event()
