@@ -25,8 +25,28 @@ ENGINES = ("llamacpp", "torch", "vllm", "toy")
 CELLS = 4096  # tokens in the cache of a backup's draft, at least
 
 
+#: Settings that one engine alone honours, and what they are where nobody sets them.
+_OF_ONE_ENGINE: dict[str, tuple[str, object]] = {
+    "device": ("torch", "auto"),
+    "exact": ("torch", False),
+    "quant": ("torch", None),
+    "vllm_args": ("vllm", ""),
+}
+
+
+def check_engine(settings: Settings) -> None:
+    """Raises PacelineError for a setting that the engine would ignore."""
+    for name, (engine, default) in _OF_ONE_ENGINE.items():
+        if settings.engine != engine and getattr(settings, name) != default:
+            flag = f"--{name.replace('_', '-')}"
+            raise PacelineError(
+                f"{flag} is for the {engine} engine, this is {settings.engine}: leave it out, or take that one"
+            )
+
+
 def load_engine(settings: Settings, model: Path | None) -> Engine:
-    """The engine of that name. Raises PacelineError if there is none, or the model cannot be loaded."""
+    """The engine of that name. Raises PacelineError if there is none, it ignores a setting, or the model cannot be loaded."""
+    check_engine(settings)
     if settings.engine == "toy":
         from paceline.cloud.engines.toy import ToyEngine
 

@@ -70,7 +70,7 @@ def cloud(
 
     from paceline.cloud.keys import Keys
     from paceline.cloud.logs import set_up
-    from paceline.cloud.serve import load_backup, load_engine, serve
+    from paceline.cloud.serve import check_engine, load_backup, load_engine, serve
     from paceline.cloud.server import tls_context
     from paceline.cloud.settings import Settings, effective, listing
     from paceline.protocol.errors import PacelineError
@@ -82,6 +82,7 @@ def cloud(
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     settings, sources = effective({name: ctx.params[name] for name in given & Settings.model_fields.keys()}, config)
     if check:
+        check_engine(settings)
         typer.echo(listing(settings, sources))
         if settings.keys is not None:
             typer.echo(f"# {settings.keys} holds {len(Keys(settings.keys))} keys")

@@ -11,6 +11,7 @@ import pytest
 from paceline.cloud.keys import KeyFileError, Keys
 from paceline.cloud.limits import Allowance
 from paceline.cloud.logs import JsonLines, TextLines, set_up
+from paceline.cloud.serve import check_engine, load_engine
 from paceline.cloud.settings import effective, listing
 from paceline.protocol.errors import PacelineError
 
@@ -116,3 +117,19 @@ def test_strangers_fill_no_logs() -> None:
         logging.basicConfig(handlers=handlers, force=True)
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"exact": True}, "--exact is for the torch engine, this is llamacpp"),
+        ({"quant": "nf4"}, "--quant is for the torch engine"),
+        ({"device": "cuda", "engine": "toy"}, "--device is for the torch engine, this is toy"),
+        ({"vllm_args": "--seed 1", "engine": "torch"}, "--vllm-args is for the vllm engine"),
+    ],
+)
+def test_a_setting_that_the_engine_would_ignore_is_refused(given: dict[str, object], says: str) -> None:
+    settings, _ = effective(given)
+    with pytest.raises(PacelineError, match=says):
+        load_engine(settings, None)
+    check_engine(effective({"exact": True, "quant": "w4", "device": "cpu", "engine": "torch"})[0])
