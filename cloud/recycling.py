@@ -8,10 +8,9 @@ would not go along.
 
 import math
 
-from paceline.cloud.backup import Grown, Record
+from paceline.cloud.backup import LONGEST, Grown, Record
 from paceline.protocol.cloud_session import CloudSession
 
-LONGEST = 16  # nodes of a chain, at most
 LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
 GOES_ON = 0.6  # chance that what then followed there follows here too
 FAINT = 0.006  # what is reached less often is not offered

@@ -283,7 +283,7 @@ class Scheduler:
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         """Each session's work. Prompts share one chunk a step, so that a long one stalls nobody for long."""
-        room, shares, choosing = self.engine.chunk, list[tuple[Seat, tuple[int, ...]]](), dict[Seat, None]()
+        room, shares, choosing = self.engine.chunk, list[tuple[Seat, tuple[int, ...]]](), list[Seat]()
         for seat in seats:
             assert seat.handle is not None
             missing = seat.session.after(self.engine.length(seat.handle))
@@ -294,11 +294,11 @@ class Scheduler:
             if len(taken) > 1:
                 room -= len(taken)
             if len(taken) == len(missing):
-                choosing[seat] = None
+                choosing.append(seat)
             shares.append((seat, taken))
         rows = sum(len(tokens) for _, tokens in shares)
-        self._recycle(list(choosing), rows)
-        plans = self._share_width(list(choosing), rows)
+        self._recycle(choosing, rows)
+        plans = self._share_width(choosing, rows)
         return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
 
     def _recycle(self, seats: Sequence[Seat], rows: int) -> None:

@@ -25,19 +25,18 @@ ENGINES = ("llamacpp", "torch", "vllm", "toy")
 CELLS = 4096  # tokens in the cache of a backup's draft, at least
 
 
-#: Settings that one engine alone honours, and what they are where nobody sets them.
-_OF_ONE_ENGINE: dict[str, tuple[str, object]] = {
-    "device": ("torch", "auto"),
-    "exact": ("torch", False),
-    "quant": ("torch", None),
-    "vllm_args": ("vllm", ""),
-}
+OF_ONE_ENGINE = {
+    "device": "torch",
+    "exact": "torch",
+    "quant": "torch",
+    "vllm_args": "vllm",
+}  # who honours a setting alone
 
 
 def check_engine(settings: Settings) -> None:
     """Raises PacelineError for a setting that the engine would ignore."""
-    for name, (engine, default) in _OF_ONE_ENGINE.items():
-        if settings.engine != engine and getattr(settings, name) != default:
+    for name in settings.changed(OF_ONE_ENGINE):
+        if (engine := OF_ONE_ENGINE[name]) != settings.engine:
             flag = f"--{name.replace('_', '-')}"
             raise PacelineError(
                 f"{flag} is for the {engine} engine, this is {settings.engine}: leave it out, or take that one"

@@ -6,7 +6,7 @@ TOML file. What a flag says wins over the environment, that over the file, that 
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,6 +60,10 @@ class Settings(BaseSettings):
     @property
     def bounds(self) -> Bounds:
         return Bounds(self.connections, self.slots, self.queue, self.messages_a_second, self.idle_timeout)
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Those of these settings that are not what they are where nobody sets them."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
     @classmethod
     def settings_customise_sources(

@@ -37,22 +37,16 @@ class Followers:
 
     def likely(self, position: int, token: int) -> list[int]:
         """What was drafted after `token`: nearest to where `token` is now, `position`, first, of equals the likeliest."""
-        found = self._after.get(token)
-        if found is None:
-            return []
-        if len(found) == 1:
-            return [found[0][2]]
-        near = sorted([(abs(at - position - 1), -p, after) for at, p, after in found])
-        return list(dict.fromkeys([after for _, _, after in near]))
+        return list(dict.fromkeys([after for _, _, after in sorted(self._by_nearness(position, token))]))
 
     def likeliest(self, position: int, token: int) -> int | None:
         """The first of `likely`; None: nothing was."""
-        found = self._after.get(token)
-        if found is None:
-            return None
-        if len(found) == 1:
-            return found[0][2]
-        return min([(abs(at - position - 1), -p, after) for at, p, after in found])[2]
+        found = self._by_nearness(position, token)
+        return min(found)[2] if found else None
+
+    def _by_nearness(self, position: int, token: int) -> list[Follower]:
+        """(distance, minus log-probability, token) of what was drafted after `token`: the least comes first."""
+        return [(abs(at - position - 1), -p, after) for at, p, after in self._after.get(token, ())]
 
     def number_anew(self) -> None:
         """The edge begins to count again."""

@@ -1,8 +1,11 @@
+"""What is offered again of what the edge drafted elsewhere: where, how far, and how far it is believed."""
+
 import itertools
 import math
 
 import pytest
-from paceline.cloud.recycling import FAINT, LONGEST, Recycling
+from paceline.cloud.backup import LONGEST
+from paceline.cloud.recycling import FAINT, Recycling
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.messages import Draft, Open
 from paceline.protocol.sampling import Sampling
@@ -54,9 +57,7 @@ def test_what_is_hardly_ever_reached_is_not_offered() -> None:
 def test_nor_what_would_not_go_along() -> None:
     one = drafted(session(), (0,) + (1,) * 59, ROUND * 10)
     assert words(one, Recycling(), 0.6) == []
-    assert words(one, Recycling(), 0.25) == [
-        [6, 7]
-    ]  # reached with the chances 0.5 and 0.3; the next would be with 0.18
+    assert words(one, Recycling(), 0.25) == [[6, 7]]  # reached with 0.5 and 0.3; the next would be with 0.18
 
 
 def test_it_leaves_room_for_the_targets_last_token() -> None:

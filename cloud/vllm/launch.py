@@ -18,18 +18,18 @@ from paceline.protocol.errors import PacelineError
 WIDTH = 8  # tokens of a drafted chain where nobody says
 DRAFTER = "paceline.cloud.vllm.drafter.Drafter"
 _OURS = ("--speculative-config", "--speculative_config", "-sc", "--api-server-count", "--async-scheduling")
-_FOREIGN = {
-    "verify_floor": 0.0,
-    "exact": False,
-    "quant": None,
-    "gpu_layers": 0,
-    "threads": None,
-    "device": "auto",
-    "keep_order": True,
-    "backup": "none",
-    "backup_draft": None,
-    "otel": False,
-}
+_FOREIGN = (
+    "verify_floor",
+    "exact",
+    "quant",
+    "gpu_layers",
+    "threads",
+    "device",
+    "keep_order",
+    "backup",
+    "backup_draft",
+    "otel",
+)
 
 
 def launch(settings: Settings, model: Path) -> NoReturn:
@@ -47,10 +47,9 @@ def launch(settings: Settings, model: Path) -> NoReturn:
 
 def arguments(settings: Settings, model: Path) -> list[str]:
     """Python's arguments. Raises PacelineError for settings that vLLM cannot honour."""
-    for name, default in _FOREIGN.items():
-        if getattr(settings, name) != default:
-            flag = name.replace("_", "-")
-            raise PacelineError(f"--{flag} is not for the vllm engine; vLLM's own options go into --vllm-args")
+    for name in settings.changed(_FOREIGN):
+        flag = name.replace("_", "-")
+        raise PacelineError(f"--{flag} is not for the vllm engine; vLLM's own options go into --vllm-args")
     if model.is_file():
         raise PacelineError(f"{model}: vLLM wants a folder in the Hugging Face layout, or hf:org/name")
     try:
