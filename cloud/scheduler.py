@@ -4,25 +4,29 @@ One loop, one engine step at a time over every session that has something to do:
 a tree for those with, a chunk of the prompt for those being prefilled. Sessions take turns at being first when rows
 are short. How many nodes a step takes along is the number that makes expected tokens per second largest, from the
 nodes' probabilities and the measured cost of a step. Sockets and messages are the server's business.
+
+Between two steps the engine waits, so nothing is done there but what the next one needs: texts grow, nodes are chosen.
+What else a step leaves to do (commits to send, figures, what is learned from it) is done while the next one runs.
 """
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Protocol, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 from paceline.cloud.backup import Grown, Stub, TopUp
+from paceline.cloud.choice import Part, choose
 from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.cloud.recycling import Recycling
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
-from paceline.protocol.cost import StepCost, best_count, most_count
+from paceline.protocol.cost import StepCost, most_count, step_seconds
 from paceline.protocol.errors import Code, EngineError, ProtocolError
 from paceline.protocol.messages import Commit
 
@@ -32,8 +36,6 @@ SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's re
 DOUBTLESS = 8.0  # nodes for which an edge is believed at first
 MEMORY = 0.97  # what is left of a step's outcome after the next one
 NEARLY = 0.5  # of what the least node counted that went along lately: what counts less is not drafted here
-NODE = 1e-5  # seconds that a node drafted here takes of everybody's time, about, whatever becomes of it
-OFFER, LEAST_OFFER = 4, 16  # nodes of a session that are looked at for a step: times its part of the width, at least
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -60,8 +62,9 @@ class Seat:
     pace: float = 1.0  # tokens it gets in a step, lately
     promised: float = 0.0  # nodes that should have been taken by what its edge says of them, lately
     taken: float = 0.0  # nodes that were
-    grown: list[Grown] = field(default_factory=list)  # what was drafted here for the step at hand
-    own: set[int] = field(default_factory=set)  # nodes that were drafted here
+    grown: list[Grown] = field(default_factory=list)  # what a backup drafted for the step at hand
+    own: set[int] = field(default_factory=set)  # nodes of the tree that a backup drafted
+    part: Part | None = None  # what it has of the step at hand
 
     def grew(self, grown: Grown) -> None:
         self.grown.append(grown)
@@ -100,6 +103,20 @@ class Seat:
         self.since = now
         if not walked_on:
             self.missed, self.missed_len = now, len(self.session.committed)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a session in a step, as far as nobody waits for it."""
+
+    seat: Seat
+    part: Part
+    plan: Plan
+    walk: Walk
+    tokens: list[int]  # by which its text grew
+    step: float  # seconds
+    own: Collection[int]  # nodes of its tree that a backup had drafted
+    grown: Sequence[Grown]
+    root: int  # where its tree stood
 
 
 @dataclass
@@ -151,6 +168,7 @@ class Scheduler:
         self._recycling = Recycling() if recycles else None
         self._cost = StepCost(engine.step_cost)
         self._cut = -math.inf  # log of what the least node counted that went along lately, where others were left out
+        self._later: list[Outcome] = []  # of the last step, for those who have not heard yet
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
         self._wake = asyncio.Event()
@@ -204,6 +222,7 @@ class Scheduler:
             due = {seat: seat.due(now) for seat in self._seats}
             seats = [s for s in self._seats if due[s] <= now + SOON]
             if not seats:
+                self._catch_up()
                 await self._sleep(min(due.values(), default=math.inf) - now)
                 continue
             await self._step(seats)
@@ -219,25 +238,35 @@ class Scheduler:
     async def _step(self, seats: Sequence[Seat]) -> None:
         seats = [s for s in seats if self._seated(s)]
         for top_up in tuple(self._top_ups):
+            self._catch_up()
             await self._grow(seats, top_up)
             seats = [s for s in seats if not s.gone]
         begin = self._clock()
         batch = self._plan(seats)
         if not batch:
             return
-        results, spent = await self._run(lambda: self._verify([work for _, work in batch]))
+        running = self._run(lambda: self._verify([work for _, work in batch]))
+        self._catch_up()
+        results, spent = await running
         elapsed = self._clock() - begin
         if elapsed < self.floor:
             await asyncio.sleep(min(self.floor - elapsed, self.floor))  # even if the clock went back
-        step = self._clock() - begin
+        now = self._clock()
+        step = now - begin
         rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
         if all(work.choose for _, work in batch):
             self._cost.learn(rows, spent)
         for (seat, work), result in zip(batch, results, strict=True):
-            self._deliver(seat, work.plan, result, step)
+            self._apply(seat, work.plan, result, step, now)
         f = self.figures
         f.steps, f.rows = f.steps + 1, f.rows + rows
         f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
+
+    def _catch_up(self) -> None:
+        """Do what the last step left to do."""
+        later, self._later = self._later, []
+        for outcome in later:
+            self._tell(outcome)
 
     def _verify(self, batch: Sequence[Work]) -> tuple[Sequence[Walk | EngineError | None], float]:
         begin = self._clock()
@@ -296,47 +325,29 @@ class Scheduler:
             if len(taken) == len(missing):
                 choosing.append(seat)
             shares.append((seat, taken))
-        rows = sum(len(tokens) for _, tokens in shares)
-        self._recycle(choosing, rows)
-        plans = self._share_width(choosing, rows)
+        plans = self._choose(choosing, sum(len(tokens) for _, tokens in shares))
         return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
 
-    def _recycle(self, seats: Sequence[Seat], rows: int) -> None:
-        """Offer again what edges drafted elsewhere, where that brings more tokens a second than its own time costs."""
-        if self._recycling is None:
-            return
-        pays = NODE * sum(seat.pace for seat in seats) / max(self._cost(rows), self.floor)
-        for seat in seats:
-            for grown in self._recycling.offer(seat.session, max(self._least(seat), pays)):
-                seat.grew(grown)
-
-    def _share_width(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
+    def _choose(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
         """The nodes that pay for their rows, as much to those who get little as to those who get much.
 
         What a step gives a session counts by what it gets in a step, so that no edge's many likely nodes slow the others down
         for more than they bring it: the product of all rates is what grows (proportional fairness). An edge says how likely its
-        nodes are; one that is wrong about it is believed less, so that it takes nobody's rows.
-        Whether a node goes along depends on better ones alone, as drawn nodes need: the rate rises to one peak and falls.
-        Where many share, none offers more than a few times its part: looking through a large tree costs everybody time. Nor do
-        they offer more than would pay if all were sure.
+        nodes are; one that is wrong about it is believed less, so that it takes nobody's rows. No more are taken than would pay
+        if all were sure.
         """
         base, least = sum(1 / seat.pace for seat in seats), min((seat.pace for seat in seats), default=1.0)
-        width = most_count(self.width, 1 / least, self._cost, base_gain=base, base_rows=rows, floor=self.floor)
-        most = min(width, max(OFFER * width // max(len(seats), 1), LEAST_OFFER))
-        offers = {seat: seat.session.likeliest(most) for seat in seats}
-        reach = []
-        for seat, nodes in offers.items():
-            counts = seat.counts
-            reach += [(r + counts, seat) for r in seat.session.tree.reaches(nodes)]
-        reach.sort(key=itemgetter(0), reverse=True)
-        gains = [r for r, _ in reach[:width]]
-        count = best_count(gains, self._cost, base_gain=base, base_rows=rows, floor=self.floor)
-        left_out = count < len(reach) or any(len(nodes) == most for nodes in offers.values())
-        self._cut = reach[max(count - 1, 0)][0] if reach and left_out else -math.inf
-        taken = dict.fromkeys(offers, 0)
-        for _, seat in reach[:count]:
-            taken[seat] += 1
-        return {s: s.session.plan_of(offers[s][:n]) for s, n in taken.items()}
+        priced = step_seconds(self.width, self._cost, base_rows=rows, floor=self.floor)
+        seconds = priced[: most_count(1 / least, priced, base) + 1].tolist()
+        recycling = self._recycling
+        faint = (
+            math.log(recycling.least(sum(seat.pace for seat in seats), seconds[0])) if recycling is not None else 0.0
+        )
+        for seat in seats:
+            seat.part = Part(seat.session, seat.counts, faint, seat.own)
+        parts = [seat.part for seat in seats if seat.part is not None]
+        self._cut = choose(parts, seconds, base, recycling)
+        return {seat: part.plan() for seat, part in zip(seats, parts, strict=True)}
 
     def _work(self, seat: Seat, tokens: tuple[int, ...], plan: Plan | None) -> Work:
         """`plan` None: a chunk of a prompt."""
@@ -345,25 +356,35 @@ class Scheduler:
         mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
         return Work(seat.handle, tokens, plan or Plan(), s.sampling, s.history, s.logprobs, choose, mask)
 
-    def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
+    def _apply(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float, now: float) -> None:
+        """The session's text grows; who is to know of it hears it later."""
         if seat.gone or result is None:
             return
         if isinstance(result, EngineError):
             self._fail(seat, Code.ENGINE, str(result))
             return
-        tree, nodes, walked = seat.session.tree, plan.nodes, {plan.nodes[i] for i in result.accepted}
-        if seat.own:
-            own = seat.own = tree.alive(seat.own)
+        session, part, root = seat.session, seat.part, seat.session.tree.root
+        assert part is not None, "who chose had a part"
+        own, grown = seat.own, seat.grown
+        if own:
+            own, seat.grown = session.tree.alive(own), []
+            seat.own = own
             plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
-            seat.learn(sum(map(math.exp, tree.reaches(n for n in nodes if n not in own))), len(walked - own))
-            for grown in seat.grown:
-                grown.learn(tree.root, nodes, walked)
-            seat.grown = []
-        else:
-            seat.learn(sum(map(math.exp, tree.reaches(nodes))), len(walked))
-        commit = seat.session.apply(plan, result, step)
-        seat.pace += (1 - MEMORY) * (len(commit.tokens) - seat.pace)
-        seat.stepped(self._clock(), len(seat.session.tree) > 0 or not plan.held)
+        tokens = session.grow(plan, result)
+        seat.pace += (1 - MEMORY) * (len(tokens) - seat.pace)
+        seat.stepped(now, len(session.tree) > 0 or not plan.held)
+        self._later.append(Outcome(seat, part, plan, result, tokens, step, own, grown, root))
+
+    def _tell(self, outcome: Outcome) -> None:
+        """Send a commit, and learn from it."""
+        seat, part, plan, walk = outcome.seat, outcome.part, outcome.plan, outcome.walk
+        commit = seat.session.report(plan, walk, outcome.tokens, outcome.step)
+        through = {plan.nodes[place] for place in walk.accepted}
+        seat.learn(part.promised, sum(node >= 0 and node not in outcome.own for node in through))
+        for grown in outcome.grown:
+            grown.learn(outcome.root, plan.nodes, through)
+        if part.recycled and self._recycling is not None:
+            self._recycling.learn(part.recycled, plan.parents, walk.accepted)
         self.figures.count(commit)
         if commit.finish:
             self.remove(seat)

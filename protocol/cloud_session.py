@@ -87,6 +87,10 @@ class CloudSession:
             text = f"{committed_len} tokens claimed, but {len(self.committed)} are committed"
             raise ProtocolError(Code.BAD_BASE, text, self.sid)
         self.acknowledged = max(self.acknowledged, committed_len)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.tree.forget(max(self.acknowledged, len(self.committed) - NODE_WINDOW) - 1)
 
     def expect_nothing(self, committed_len: int) -> None:
         """An ack by itself: the edge has that much text and no node for it, so no step need wait for one."""
@@ -105,41 +109,49 @@ class CloudSession:
 
     def plan(self, width: int) -> Plan:
         """The likeliest connected subtree of at most `width` nodes. Its leaves stop short of `max_tokens`."""
-        return self.plan_of(self.likeliest(width))
-
-    def likeliest(self, width: int) -> list[int]:
-        """The nodes of `plan`, the likeliest first."""
-        deepest = min(self.max_tokens, len(self.committed) + MAX_COMMIT) - 1  # the target's own token comes after it
-        return self.tree.likeliest(width, exclude_from=deepest)
-
-    def plan_of(self, likeliest: Sequence[int]) -> Plan:
-        """The plan with these nodes: as many of `likeliest` as are wanted, from its first one on."""
-        nodes = self.tree.depth_first(likeliest)
+        nodes = self.tree.best(width, exclude_from=self.deepest)
         index = {node: i for i, node in enumerate(nodes)}
         parents = tuple(index.get(parent, -1) for parent in self.tree.parents(nodes))
         drawn = self.intake.draws
         draws = tuple(drawn.get(node) for node in nodes) if drawn else ()
         return Plan(tuple(nodes), tuple(self.tree.tokens(nodes)), parents, len(self.committed), len(self.tree), draws)
 
+    @property
+    def deepest(self) -> int:
+        """Position from which on no node goes along: the target's own token comes after the last one."""
+        return min(self.max_tokens, len(self.committed) + MAX_COMMIT) - 1
+
     def apply(self, plan: Plan, walk: Walk, step: float = 0.0) -> Commit:
         """Commit what the target chose in a step that took `step` seconds; ends the session where it must end."""
-        base = len(self.committed)
+        return self.report(plan, walk, self.grow(plan, walk), step)
+
+    def grow(self, plan: Plan, walk: Walk) -> list[int]:
+        """The part of `apply` that the next step waits for: the text is longer by these tokens, and the tree is eaten."""
         assert self.finish in ("", "cancelled"), "nothing follows the end"
-        assert plan.base in (None, base), "the text grew while the step ran"
-        assert [plan.parents[i] for i in walk.accepted] == [-1, *walk.accepted][: len(walk.accepted)], "not a path"
-        tokens = self._cut([plan.tokens[i] for i in walk.accepted] + [walk.token])
+        assert plan.base in (None, len(self.committed)), "the text grew while the step ran"
+        if walked := walk.accepted:
+            parents, planned = plan.parents, plan.tokens
+            assert [parents[i] for i in walked] == [-1, *walked[:-1]], "not a path"
+            tokens = self._cut([*[planned[i] for i in walked], walk.token])
+        else:
+            tokens = self._cut([walk.token])
         self.committed.extend(tokens)
         if self.history is not None:
             self.history.extend(tokens)
         self.tree.advance(tokens)
-        self.tree.forget(max(self.acknowledged, len(self.committed) - NODE_WINDOW) - 1)
+        return tokens
+
+    def report(self, plan: Plan, walk: Walk, tokens: Sequence[int], step: float = 0.0) -> Commit:
+        """The rest of it: what the edge is told of the `tokens` by which the text has just grown."""
         accepted = min(len(walk.accepted), len(tokens))
         self._count(plan, accepted)
         self._keep_logprobs(walk.logprobs[: len(tokens)])
+        if len(self.committed) - self.acknowledged > NODE_WINDOW:  # else `acknowledge` sees to it
+            self._forget()
         stale, self._stale_reported = self.counters.stale - self._stale_reported, self.counters.stale
         return Commit(
             sid=self.sid,
-            base=base,
+            base=len(self.committed) - len(tokens),
             tokens=tuple(tokens),
             accepted=accepted,
             held=plan.held,
@@ -184,16 +196,18 @@ class CloudSession:
             for i in starts
         ]
 
-    def _cut(self, tokens: Sequence[int]) -> list[int]:
+    def _cut(self, tokens: list[int]) -> list[int]:
         """`tokens` up to the first stop token or the limit, whichever comes first; a stop on the limit counts as a stop."""
         room = self.max_tokens - len(self.committed)
+        if len(tokens) < room and self.stop_ids.isdisjoint(tokens):
+            return tokens
         for i, token in enumerate(tokens[:room]):
             if token in self.stop_ids:
                 self.finish = "stop"
-                return list(tokens[: i + 1])
+                return tokens[: i + 1]
         if len(tokens) >= room:
             self.finish = "length"
-        return list(tokens[:room])
+        return tokens[:room]
 
     def _finish_of_held(self) -> str:
         if self.committed and self.committed[-1] in self.stop_ids:

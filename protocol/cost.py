@@ -189,23 +189,31 @@ def best_count(
     if not len(gains):
         return 0
     totals = base_gain + np.cumsum(np.exp(gains))
-    seconds = np.maximum(cost.trial(base_rows + np.arange(len(gains) + 1)), max(floor, MIN_SECONDS))
-    if not base_rows:
-        return int((totals / seconds[1:]).argmax()) + 1
-    rates = totals / (seconds[0] + (1 + CAUTION) * (seconds[1:] - seconds[0]))
+    seconds = step_seconds(len(gains), cost, base_rows=base_rows, floor=floor)
+    rates = totals / seconds[1:]
     best = int(rates.argmax())
-    return best + 1 if rates[best] > base_gain / seconds[0] else 0
+    return best + 1 if not base_rows or rates[best] > base_gain / seconds[0] else 0
 
 
-def most_count(count: int, gain: float, cost: StepCost, *, base_gain: float, base_rows: int, floor: float = 0.0) -> int:
-    """How many of `count` optional rows would pay if each were worth `gain`, the most that one is.
+def step_seconds(most: int, cost: StepCost, *, base_rows: int = 0, floor: float = 0.0) -> Floats:
+    """What a step is reckoned to take beside `base_rows` rows with 0, 1, ... `most` optional ones [most + 1].
+
+    The rate of what they gain rises to one peak and falls, as gains fall and this is convex.
+    """
+    seconds: Floats = np.maximum(cost.trial(base_rows + np.arange(most + 1)), max(floor, MIN_SECONDS))
+    return seconds[0] + (1 + CAUTION) * (seconds - seconds[0]) if base_rows else seconds
+
+
+def most_count(gain: float, seconds: Floats, base_gain: float) -> int:
+    """How many optional rows would pay if each were worth `gain`, the most that one is. `seconds` as `step_seconds` has them.
 
     None if even that is little better than no rows: then guesses decide, and a cost that was guessed wrong is found out by
     steps without them. Does not look at the rows themselves, so it may decide about drawn nodes.
     """
-    most = best_count(np.full(count, math.log(gain)), cost, base_gain=base_gain, base_rows=base_rows, floor=floor)
-    before, after = np.maximum(cost.trial(np.array([base_rows, base_rows + most])), max(floor, MIN_SECONDS))
-    better = (base_gain + most * gain) / after > (1 + CAUTION) * base_gain / before
+    totals = base_gain + gain * np.arange(len(seconds))
+    most = int((totals / seconds).argmax())
+    after = seconds[0] + (seconds[most] - seconds[0]) / (1 + CAUTION)
+    better = totals[most] / after > (1 + CAUTION) * base_gain / seconds[0]
     return most if better else 0
 
 

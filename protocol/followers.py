@@ -4,16 +4,18 @@ What was drafted for a place that the target has left may be right at another: a
 words after it. So this is kept where the tree forgets.
 """
 
+from bisect import insort
+
 Place = tuple[int, int]  # position in the text, token
-Follower = tuple[int, float, int]  # position, log-probability, token
-RECENT = 12  # followers of one token that are kept, the last ones
+Follower = tuple[int, float, int]  # position, log-probability, minus the token
+RECENT = 12  # followers of one token that are kept, those furthest on in the text
 MOST = 2048  # nodes after which what lies behind the text is let go of
 
 
 class Followers:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}  # of nodes, by the edge's numbers
-        self._after: dict[int, list[Follower]] = {}  # by the token before
+        self._after: dict[int, list[Follower]] = {}  # by the token before; rising
         self._noted = 0  # since the last letting go
 
     def __len__(self) -> int:
@@ -27,26 +29,38 @@ class Followers:
         position, before = parent
         self._places[number] = position + 1, token
         found = self._after.setdefault(before, [])
-        found.append((position + 1, log_probability, token))
-        del found[:-RECENT]
+        insort(found, (position + 1, log_probability, -token))
+        if len(found) > RECENT:
+            del found[0]
         self._noted += 1
 
     def place(self, number: int) -> Place | None:
         """Of a node; None if it was never noted, or let go of."""
         return self._places.get(number)
 
-    def likely(self, position: int, token: int) -> list[int]:
+    def likely(self, position: int, token: int, most: int = RECENT) -> list[int]:
         """What was drafted after `token`: nearest to where `token` is now, `position`, first, of equals the likeliest."""
-        return list(dict.fromkeys([after for _, _, after in sorted(self._by_nearness(position, token))]))
+        found = self._after.get(token)
+        if not found:
+            return []
+        if found[-1][0] > position + 1:  # else all of it stands before, and the last one is the nearest
+            found = sorted(found, key=lambda f: (-abs(f[0] - position - 1), f[1], f[2]))
+        tokens = list[int]()
+        for _, _, minus in reversed(found):
+            if -minus not in tokens:
+                tokens.append(-minus)
+                if len(tokens) == most:
+                    break
+        return tokens
 
     def likeliest(self, position: int, token: int) -> int | None:
         """The first of `likely`; None: nothing was."""
-        found = self._by_nearness(position, token)
-        return min(found)[2] if found else None
-
-    def _by_nearness(self, position: int, token: int) -> list[Follower]:
-        """(distance, minus log-probability, token) of what was drafted after `token`: the least comes first."""
-        return [(abs(at - position - 1), -p, after) for at, p, after in self._after.get(token, ())]
+        found = self._after.get(token)
+        if not found:
+            return None
+        if found[-1][0] <= position + 1:
+            return -found[-1][2]
+        return self.likely(position, token, 1)[0]
 
     def number_anew(self) -> None:
         """The edge begins to count again."""

@@ -139,17 +139,24 @@ class Tree:
 
         If the tokens leave the tree, everything in it is dropped and the new root is a fresh node.
         """
-        walked: list[int] = []
-        node, position = self.root, self.position(self.root) + len(tokens)
+        first, all_tokens, children, states = self._first, self._token, self._children, self._state
+        node, walked, passed = self.root, list[int](), list[int]()
         for token in tokens:
-            child = self.child(node, token)
-            if child is None:
-                break
+            for child in children[node - first] or ():
+                if all_tokens[child - first] == token:
+                    break
+            else:
+                self._leave(walked, tokens)
+                return walked
+            passed.append(node)
             walked.append(node := child)
-        if len(walked) < len(tokens):
-            node = self._append(-1, tokens[-1], position, 0.0)
-            self._live += 1
-        self._move_root(node, walked)
+        for above, follower in zip(passed, walked, strict=True):
+            states[above - first] = COMMITTED
+            siblings = children[above - first]
+            if siblings is not None and len(siblings) > 1:
+                self._kill([c for c in siblings if c != follower])
+        self._live -= len(passed)
+        self.root = node
         return walked
 
     def subtree(self, node: int) -> Iterator[int]:
@@ -174,7 +181,9 @@ class Tree:
         Nodes at text positions from `exclude_from` on are left out. The order is depth first, likeliest child first: the
         likeliest chain comes first, in one piece.
         """
-        return self.depth_first(self.likeliest(limit, exclude_from))
+        chosen = self.likeliest(limit, exclude_from)
+        place = {node: i for i, node in enumerate(chosen)}
+        return [chosen[i] for i in depth_first([place.get(parent, -1) for parent in self.parents(chosen)])]
 
     def likeliest(self, limit: int, exclude_from: int | None = None) -> list[int]:
         """The nodes of `best`, the likeliest first; as many of the first ones as one likes are connected, too.
@@ -196,17 +205,10 @@ class Tree:
                 heappush(heap, (-weights[below[0] - first], below[0], below, 0))
         return chosen[1:]
 
-    def depth_first(self, chosen: Sequence[int]) -> list[int]:
-        """Nodes of a connected subtree, given likeliest first, in the order that `best` promises."""
-        first, parents = self._first, self._parent
-        below: dict[int, list[int]] = {node: [] for node in (self.root, *chosen)}
-        for node in reversed(chosen):  # unlikely ones first: the stack turns them round
-            below[parents[node - first]].append(node)
-        out, stack = [], below[self.root]
-        while stack:
-            out.append(node := stack.pop())
-            stack.extend(below[node])
-        return out
+    def columns(self) -> tuple[int, Sequence[int], Sequence[int], Sequence[float], Sequence[Sequence[int] | None]]:
+        """For who looks at many nodes, until the tree changes: an id, and of the node with it and those after it tokens,
+        positions, weights and children (as `children` has them; None for none)."""
+        return self._first, self._token, self._position, self._weight, self._children
 
     def _append(self, parent: int, token: int, position: int, weight: float) -> int:
         self._parent.append(parent)
@@ -217,16 +219,19 @@ class Tree:
         self._children.append(None)
         return self._first + len(self._parent) - 1
 
-    def _move_root(self, new: int, walked: Sequence[int]) -> None:
-        """What the walk left aside dies; the way to the new root is committed. Costs what dies, not what lives."""
-        for node, follower in zip((self.root, *walked), (*walked, None), strict=True):
-            if node == new:
-                break
-            self._state[node - self._first] = COMMITTED
-            self._live -= 1
-            if left := [c for c in self._children[node - self._first] or () if c != follower]:
-                self._kill(left)
-        self.root = new
+    def _leave(self, walked: Sequence[int], tokens: Sequence[int]) -> None:
+        """The tokens leave the tree behind the nodes that were walked: all that lived is committed now, or dead.
+
+        What lives comes after the root, and nothing there was committed before.
+        """
+        first, states = self._first, self._state
+        position = self._position[self.root - first] + len(tokens)
+        after = self.root - first + 1
+        states[after:] = [DEAD] * (len(states) - after)
+        for node in (self.root, *walked):
+            states[node - first] = COMMITTED
+        self.root = self._append(-1, tokens[-1], position, 0.0)
+        self._live = 1
 
     def _kill(self, tops: list[int]) -> None:
         """These, of which the list is used up, and all below them."""
@@ -255,3 +260,16 @@ class Tree:
         for column in (self._parent, self._token, self._position, self._weight, self._state, self._children):
             del column[:n]
         self._first += n
+
+
+def depth_first(parents: Sequence[int]) -> list[int]:
+    """The order of a connected subtree, depth first, the likeliest child first. Nodes are numbered as they are given, the
+    likeliest first, by their `parents`, which come before them; -1: the root."""
+    below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node in range(len(parents) - 1, -1, -1):  # unlikely ones first: the stack turns them round
+        below[parents[node]].append(node)
+    order, stack = list[int](), below[-1]
+    while stack:
+        order.append(node := stack.pop())
+        stack.extend(below[node])
+    return order

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.protocol.cost import CAUTION, FORGET, REACH, StepCost, best_count, most_count, nonnegative
+from paceline.protocol.cost import CAUTION, FORGET, REACH, StepCost, best_count, most_count, nonnegative, step_seconds
 
 Truth = Callable[[int], float]
 START = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -149,7 +149,7 @@ def test_drafting_is_not_below_plain_at_any_load_and_near_the_best(truth: Truth,
     for _ in range(300):
         gains = [math.log(random.choice([0.99, 0.95, 0.9, 0.7, 0.4])) * random.randrange(1, 6) for _ in range(2 * base)]
         gains.sort(reverse=True)
-        most = most_count(len(gains), 1.0, cost, base_gain=base, base_rows=base)
+        most = most_count(1.0, step_seconds(len(gains), cost, base_rows=base), base)
         taken = best_count(gains[:most], cost, base_gain=base, base_rows=base)
         cost.learn(base + taken, truth(base + taken) * random.gauss(1, 0.03))
         totals = base + np.cumsum([0.0, *np.exp(gains)])

@@ -5,11 +5,13 @@ import math
 
 import pytest
 from paceline.cloud.backup import LONGEST
-from paceline.cloud.recycling import FAINT, Recycling
-from paceline.protocol.cloud_session import CloudSession, Limits
+from paceline.cloud.choice import NOWHERE, Part, choose
+from paceline.cloud.recycling import FAINT, GOES_ON, NODE, Recycling
+from paceline.protocol.cloud_session import CloudSession, Limits, Plan, Walk
 from paceline.protocol.messages import Draft, Open
 from paceline.protocol.sampling import Sampling
 
+FREE = [1.0] * 100  # seconds of a step, however many nodes it takes along
 ROUND = tuple(range(4, 10))  # a ring of words: what follows is always known
 
 
@@ -26,38 +28,63 @@ def drafted(one: CloudSession, parents: tuple[int, ...], tokens: tuple[int, ...]
     return one
 
 
-def words(one: CloudSession, recycling: Recycling, least: float = 0.0) -> list[list[int]]:
-    return [[one.tree.token(n) for n in grown.nodes] for grown in recycling.offer(one, least)]
+def part_of(one: CloudSession, recycling: Recycling, least: float = FAINT) -> Part:
+    """What a step takes along that could take more."""
+    part = Part(one, least=math.log(least))
+    assert choose([part], FREE, 1.0, recycling) == -math.inf, "nothing was left out"
+    return part
+
+
+def words(one: CloudSession, recycling: Recycling, least: float = FAINT) -> list[list[int]]:
+    part = part_of(one, recycling, least)
+    return [[part.tokens[place] for place, _ in chain] for chain in part.recycled]
 
 
 def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
-    assert Recycling().offer(session()) == []  # nothing was drafted yet
+    assert part_of(session(), Recycling()).plan() == Plan(base=0)  # nothing was drafted yet
     one = drafted(session(), (0, 1, 1, 1, 3), (4, 5, 6, 7, 8))
-    near, far = Recycling().offer(one)
-    assert [one.tree.token(n) for n in (*near.nodes, *far.nodes)] == [6, 7, 8]
-    assert near.parent == far.parent == one.tree.root
-    assert [one.tree.parent(n) for n in near.nodes] == [one.tree.root, near.nodes[0]]
-    assert [math.exp(one.tree.reach(n)) for n in near.nodes] == pytest.approx([0.5, 0.3])
+    part = part_of(one, Recycling())
+    assert part.plan() == Plan((NOWHERE,) * 3, (6, 7, 8), (-1, 0, -1), base=2, held=0)
+    assert part.recycled == [[(0, 0.5), (1, GOES_ON)], [(2, 0.2)]]
+    assert part.promised == 0.0  # the edge has not said a word
+    commit = one.apply(part.plan(), Walk((0, 1), 9))
+    assert (commit.tokens, commit.accepted, commit.held) == ((6, 7, 9), 2, 0)
+    assert one.tree.token(one.tree.root) == 9
+
+
+def test_it_goes_on_where_the_likeliest_chain_ends_and_nowhere_else() -> None:
+    one = drafted(session(), (0, 1, 1, 1, 3), (4, 5, 6, 7, 8))  # ends with 9, 5
+    for number, (back, token, weight) in enumerate([(0, 8, 1), (1, 5, 1), (0, 10, 40), (1, 11, 0)], 5):
+        one.receive(Draft(1, 2, number, (back,), (token,), bytes([weight])))
+    part = part_of(one, Recycling(), 0.15)
+    plan = part.plan()
+    assert plan.tokens == (8, 5, 6, 7, 8, 10, 11)  # depth first: after 8, 5 the words that followed 5 before
+    assert [node >= 0 for node in plan.nodes] == [True, True, False, False, False, True, True]
+    assert plan.parents == (-1, 0, 1, 2, 1, -1, 5)
+    assert [[place for place, _ in chain] for chain in part.recycled] == [[2, 3], [4]]
 
 
 def test_nothing_goes_on_after_a_word_that_ends_the_text() -> None:
     one = drafted(session(stop_ids=(7,)), (0, 1, 1, 1), (4, 5, 6, 7))
     assert words(one, Recycling()) == [[6]]
+    assert words(drafted(session(stop_ids=(6,)), (0, 1, 1, 1), (4, 5, 6, 7)), Recycling()) == []
 
 
 def test_what_is_hardly_ever_reached_is_not_offered() -> None:
-    one, recycling = drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling()
-    (grown,) = recycling.offer(one)
-    assert 1 < len(grown.nodes) < LONGEST
-    reach = list(itertools.accumulate(grown.chances, lambda a, b: a * b))
-    assert reach[-1] >= FAINT > reach[-1] * grown.chances[-1]
-    assert recycling.offer(one) == []  # the likeliest way, and yet not a likely one
+    part = part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling())
+    [chain] = part.recycled
+    reach = list(itertools.accumulate((chance for _, chance in chain), lambda a, b: a * b))
+    assert 1 < len(chain) < LONGEST
+    assert reach[-1] >= FAINT > reach[-1] * GOES_ON
+    assert part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling(), 0.51).nodes == []
 
 
-def test_nor_what_would_not_go_along() -> None:
+def test_nor_what_would_bring_less_than_its_own_time_costs() -> None:
     one = drafted(session(), (0,) + (1,) * 59, ROUND * 10)
-    assert words(one, Recycling(), 0.6) == []
     assert words(one, Recycling(), 0.25) == [[6, 7]]  # reached with 0.5 and 0.3; the next would be with 0.18
+    recycling = Recycling()
+    assert recycling.least(1.0, 0.03) == FAINT
+    assert recycling.least(300.0, 0.03) == pytest.approx(300.0 * NODE / 0.03)
 
 
 def test_it_leaves_room_for_the_targets_last_token() -> None:
@@ -69,9 +96,20 @@ def test_it_is_believed_less_the_oftener_it_is_wrong() -> None:
     recycling = Recycling()
     fresh = drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))
     assert words(fresh, recycling, 0.05) == [[6, 7]]
+    part = part_of(fresh, recycling)
     for _ in range(300):
-        one = drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))
-        for grown in recycling.offer(one):
-            grown.learn(one.tree.root, grown.nodes, ())
+        recycling.learn(part.recycled, part.plan().parents, ())
     assert recycling.record.trust < 0.1
     assert words(drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7)), recycling, 0.05) == []
+    for _ in range(50_000):
+        recycling.learn(part.recycled, part.plan().parents, ())
+    assert min(recycling.chances) > 0  # a logarithm is taken of them
+
+
+def test_what_nobody_asked_teaches_nothing() -> None:
+    recycling = Recycling()
+    before = recycling.record.acceptance
+    recycling.learn([[(1, 0.5)], []], (-1, 0), ())  # the target left the path before it
+    assert recycling.record.acceptance == before
+    recycling.learn([[(1, 0.5)], []], (-1, 0), (0,))
+    assert recycling.record.acceptance < before

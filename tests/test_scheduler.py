@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import pytest
 from paceline.cloud.engine import Work
@@ -16,6 +17,7 @@ from paceline.protocol.sampling import Sampling
 from paceline.scripts.lab.virtual import run, run_engine
 from rig import FLOOR, plain
 
+T = TypeVar("T")
 LIMITS = Limits(vocabulary=12, context=4096)
 
 
@@ -247,6 +249,31 @@ def test_who_leaves_during_a_step_gets_nothing_more_and_frees_its_sequence() -> 
         assert len(room.text(1)) == had
         assert not room.engine._sequences
         assert room.scheduler.idle.is_set()
+
+    run(main())
+
+
+def test_a_commit_is_told_while_the_next_step_runs_and_the_last_one_at_once() -> None:
+    async def main() -> None:
+        engine, order = Recorder(), list[str]()
+        loop = asyncio.get_running_loop()
+
+        def start(work: Callable[[], T]) -> asyncio.Future[T]:
+            """As the engine's thread: the work is under way before anybody awaits it."""
+            order.append("step")
+            return asyncio.ensure_future(run_engine(work))
+
+        scheduler = Scheduler(engine, start, loop.time, floor=FLOOR)
+        opened = Open(sid=1, prompt=(1, 2), sampling=Sampling(), max_tokens=3)
+        seat = Seat(CloudSession(opened, LIMITS, "token"), lambda c: order.append(c.finish or "commit"), pytest.fail)
+        scheduler.add(seat)
+        stepping = asyncio.create_task(scheduler.run())
+        await asyncio.sleep(3.5 * FLOOR)
+        assert order == ["step", "step", "commit", "step", "commit", "length"]
+        assert scheduler.idle.is_set()
+        await asyncio.sleep(0)
+        assert not engine._sequences
+        stepping.cancel()
 
     run(main())
 

@@ -4,8 +4,9 @@ The verifier is the real one (connections, sessions, scheduler, limits) on a rec
 the edges are recorded: each keeps a chain of drafted nodes ahead of the text, right with the chance `agree` a node, and answers
 every commit. A session's fair share is what the same edge gets alone on a verifier with its part of the width.
 
-Times of the timeline are virtual. What the server itself costs is measured, as CPU seconds of its own code: in a step (planning
-and delivering) and for frames, which a real verifier reads while its engine works. Sockets are not in it.
+Times of the timeline are virtual. What the server itself costs is measured, as CPU seconds of its own code: between two steps,
+where the engine waits for it (texts grow, nodes are chosen), and beside one, while the engine works (commits are told and
+learned from, frames are read). Sockets are not in it.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from paceline.cloud.engine import Work
 from paceline.cloud.engines.replay import ReplayEngine
 from paceline.cloud.limits import Bounds
 from paceline.cloud.scheduler import Scheduler, Seat
+from paceline.kernels.heap import keep_small
 from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.cloud_session import Plan, Walk
 from paceline.protocol.codec import decode_from_cloud, encode
@@ -71,16 +73,18 @@ class Load:
     tokens_a_step: float  # of one session
     engine_seconds_per_1000: float
     plain_engine_seconds_per_1000: float
-    own_in_step: float  # CPU seconds a step, median
+    own_in_step: float  # CPU seconds between two steps, median
     own_share: float  # of the time that a step takes
-    frames_in_step: float  # CPU seconds for the frames that came and went during a step
+    told_in_step: float  # CPU seconds beside a step for telling what came of the last one
+    frames_in_step: float  # CPU seconds beside a step for reading the frames that came
 
 
 class Clocked(Scheduler):
-    """Counts the CPU time that a step takes outside the engine."""
+    """Counts the CPU time that a step takes outside the engine: what it waits for, and what is done meanwhile."""
 
     def begin(self) -> None:
-        self.own: list[float] = []
+        self.own: list[float] = []  # between steps
+        self.told = 0.0  # while the engine works
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         begin = time.thread_time()
@@ -89,10 +93,15 @@ class Clocked(Scheduler):
         finally:
             self.own.append(time.thread_time() - begin)
 
-    def _deliver(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float) -> None:
+    def _apply(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float, now: float) -> None:
         begin = time.thread_time()
-        super()._deliver(seat, plan, result, step)
+        super()._apply(seat, plan, result, step, now)
         self.own[-1] += time.thread_time() - begin
+
+    def _catch_up(self) -> None:
+        begin = time.thread_time()
+        super()._catch_up()
+        self.told += time.thread_time() - begin
 
 
 class ClockedConnection(Connection):
@@ -185,7 +194,7 @@ async def _run(setting: Setting, who: Sequence[int]) -> tuple[Clocked, list[Reco
     bounds = Bounds(slots=setting.sessions, messages_a_second=1e6)
     house = House(scheduler, engine.name, vocabulary, engine.context, clock=clock, bounds=bounds)
     ClockedConnection.spent = 0.0
-    tasks = [asyncio.ensure_future(scheduler.run())]
+    tasks = [asyncio.ensure_future(scheduler.run()), asyncio.ensure_future(keep_small())]
     edges = []
     for i, text in texts.items():
         near, far = MemoryChannel.pair()
@@ -225,6 +234,7 @@ def _figures(setting: Setting, scheduler: Clocked, honest: Sequence[RecordedEdge
         plain_engine_seconds_per_1000=1000 * f.step_seconds / f.session_steps,
         own_in_step=own,
         own_share=own / step,
+        told_in_step=scheduler.told / f.steps,
         frames_in_step=ClockedConnection.spent / f.steps,
     )
 
@@ -245,7 +255,7 @@ def command(
             f"recorded target and edges, virtual time, a step takes {1000 * verify:.0f} ms; own time measured here"
         )
         typer.echo(
-            "sessions  tokens/s  a session  fairness  p50 ms  p99 ms  engine s/1000 (plain)  own ms a step  share"
+            "sessions  tokens/s  a session  fairness  p50 ms  p99 ms  engine s/1000 (plain)  own ms a step  share  beside it"
         )
     for count in sessions.split(","):
         made = load(Setting(int(count), seconds, verify, rtt, agree, width=width, liars=liars))
@@ -257,5 +267,5 @@ def _row(m: Load) -> str:
         f"{m.sessions:8}  {m.tokens_a_second:8.0f}  {m.mean:9.1f}  {m.fairness:8.3f}"
         f"  {1000 * m.p50_between_commits:6.0f}  {1000 * m.p99_between_commits:6.0f}"
         f"  {m.engine_seconds_per_1000:10.2f} ({m.plain_engine_seconds_per_1000:.2f})"
-        f"  {1000 * m.own_in_step:13.2f}  {m.own_share:5.1%}"
+        f"  {1000 * m.own_in_step:13.2f}  {m.own_share:5.1%}  {1000 * (m.told_in_step + m.frames_in_step):9.2f}"
     )
