@@ -22,8 +22,8 @@ from paceline.cloud.engine import Engine
 from paceline.cloud.front import Front
 from paceline.cloud.keys import Keys
 from paceline.cloud.serve import drain, house_of
-from paceline.cloud.server import OneThread
 from paceline.cloud.settings import Settings
+from paceline.kernels.worker import OneThread
 from paceline.protocol.errors import PacelineError
 
 NAME = "Verifier"

@@ -2,7 +2,7 @@
 
 It costs no bytes and no draft's time, and stands in for nodes that are on their way. The edge's own drafts are all it knows
 ("token recycling", arXiv 2408.08696, keeps such a table for a draft model's candidates). The edge never hears of these nodes,
-and the text cannot depend on them. They cost this side's time, for each session in each step: so `choice` thinks of those
+and the text cannot depend on them. They cost this side's time, for each session in each step: so `selection` thinks of those
 alone that go along. The nearest places go first, each as a chain of its own.
 """
 

@@ -21,10 +21,10 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec.structs import replace
 from paceline.cloud.backup import Grown, Stub, TopUp
-from paceline.cloud.choice import Part, choose
 from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.cloud.recycling import Recycling
+from paceline.cloud.selection import Part, choose
 from paceline.protocol.cloud_session import CloudSession, Plan, Walk
 from paceline.protocol.cost import StepCost, most_count, step_seconds
 from paceline.protocol.errors import Code, EngineError, ProtocolError

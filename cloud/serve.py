@@ -13,10 +13,11 @@ from paceline.cloud.engine import Engine
 from paceline.cloud.grammar import Grammars
 from paceline.cloud.keys import Keys
 from paceline.cloud.scheduler import Runner, Scheduler
-from paceline.cloud.server import OneThread, start, tls_context
+from paceline.cloud.server import start, tls_context
 from paceline.cloud.settings import Settings
 from paceline.cloud.spans import Spans
 from paceline.kernels.heap import keep_small
+from paceline.kernels.worker import OneThread
 from paceline.protocol.errors import PacelineError
 
 __all__ = ["ENGINES", "Settings", "drain", "house_of", "load_backup", "load_engine", "serve"]

@@ -1,12 +1,8 @@
 """The websocket shell around `connection`; what it answers over plain HTTP on the same port is `front`'s."""
 
-import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.front import Front, Page
@@ -19,7 +15,6 @@ from websockets.datastructures import Headers
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-T = TypeVar("T")
 PING_SECONDS = 20.0  # under the 60 s after which reverse proxies cut a silent connection
 
 
@@ -44,19 +39,6 @@ class SocketChannel:
     async def close(self, reason: str = "") -> None:
         with suppress(OSError, AttributeError):  # asyncio's own, of a transport that was cut off while it wrote
             await self._socket.close(reason=close_reason(reason))
-
-
-class OneThread:
-    """Runs the engine's work on one thread of its own, so that the loop keeps serving sockets meanwhile."""
-
-    def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
 
 async def start(

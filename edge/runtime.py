@@ -1,23 +1,21 @@
 """The agent in real time: clock, thread, websocket, draft file and learned table put together."""
 
-import asyncio
 import hashlib
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.edge.agent import Agent
 from paceline.edge.delay import DelayedChannel
-from paceline.edge.draft import Extended
 from paceline.edge.drafts.files import open_draft
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address, connecting
+from paceline.kernels.worker import OneThread
 from paceline.protocol.channel import Channel
 from paceline.protocol.messages import COUPLED
 
@@ -51,14 +49,11 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
     table = table_file(settings.cache, settings.draft, text.vocabulary.fingerprint, policy.rule)
     predictor.load(table)
     reach = connecting(settings.addresses)
-    pool = ThreadPoolExecutor(1, thread_name_prefix="draft")
+    thread = OneThread("draft")
 
     async def connect() -> Channel:
         channel = await reach()
         return DelayedChannel(channel, settings.round_trip) if settings.round_trip else channel
-
-    def run(work: Callable[[], Extended]) -> Awaitable[Extended]:
-        return asyncio.get_running_loop().run_in_executor(pool, work)
 
     agent = Agent(
         connect,
@@ -66,7 +61,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
         policy,
         draft,
         predictor,
-        run,
+        thread,
         clock=time.perf_counter,
         random=random.Random(),
         attempts=settings.attempts,
@@ -75,7 +70,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
         async with agent:
             yield agent
     finally:
-        pool.shutdown(cancel_futures=True)
+        thread.close()
         if draft is not None and predictor.enabled:
             with suppress(OSError):  # a table that cannot be written is only learned again
                 predictor.save(table)

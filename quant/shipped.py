@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import folder, patch
 from .errors import DraftError
+from .landing import landing
 from .vocab import write_vocabulary
 
 PATCH = "draft.patch"
@@ -31,9 +32,9 @@ def card(name: str) -> folder.Card:
 
 
 def rebuild(name: str, target: Path, draft: Path) -> None:
-    """Write the file of the shipped draft `name` alone, from its patch and the target's file. Raises `DraftError`."""
+    """Write the file of the shipped draft `name` alone, for the target's file. Raises `DraftError`."""
     with as_file(files("paceline.quant") / "drafts" / name) as source:
-        patch.apply(source / PATCH, target, draft)
+        _write(source, target, draft)
 
 
 def install(
@@ -49,13 +50,21 @@ def install(
         if (out / folder.CARD).exists() and _same(source, out):
             return folder.verify(out)
         out.mkdir(parents=True, exist_ok=True)
-        if (source / PATCH).exists():
-            patch.apply(source / PATCH, target, out / folder.DRAFT, step)
-        else:
-            shutil.copyfile(source / folder.DRAFT, out / folder.DRAFT)
+        _write(source, target, out / folder.DRAFT, step)
         write_vocabulary(target, out / folder.VOCABULARY)
         shutil.copyfile(source / folder.CARD, out / folder.CARD)
     return folder.verify(out)
+
+
+def _write(
+    source: Path, target: Path, draft: Path, step: Callable[[int, int], None] = lambda done, total: None
+) -> None:
+    """The draft's file, out of a folder that ships: as it is, or from its patch and the target's file."""
+    if (source / PATCH).exists():
+        patch.apply(source / PATCH, target, draft, step)
+    else:
+        with landing(draft, needed=(source / folder.DRAFT).stat().st_size) as part:
+            shutil.copyfile(source / folder.DRAFT, part)
 
 
 def _same(source: Path, out: Path) -> bool:

@@ -15,8 +15,8 @@ from paceline.cloud.front import Front
 from paceline.cloud.keys import Keys
 from paceline.cloud.limits import Bounds
 from paceline.cloud.scheduler import Scheduler
-from paceline.cloud.server import OneThread
 from paceline.edge.websocket import Address, SocketChannel
+from paceline.kernels.worker import OneThread
 from paceline.protocol.channel import Channel, ChannelClosed
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import Code, LinkError

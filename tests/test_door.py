@@ -21,10 +21,11 @@ from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.keys import Keys
 from paceline.cloud.limits import Bounds
 from paceline.cloud.scheduler import Scheduler
-from paceline.cloud.server import OneThread, start, tls_context
+from paceline.cloud.server import start, tls_context
 from paceline.edge.websocket import Address, SocketChannel, ask_model
 from paceline.edge.websocket import _get as get
 from paceline.kernels.heap import keep_small
+from paceline.kernels.worker import OneThread
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import Code, LinkError, PacelineError
 from paceline.protocol.messages import Commit, Error, Goaway, Hello, Open, Opened, Welcome

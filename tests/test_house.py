@@ -27,6 +27,7 @@ LAYERS: dict[str, set[str]] = {
         "kernels.onnx_session",
         "kernels.threads",
         "kernels.token_map",
+        "kernels.worker",
     },
     "cloud": {"protocol", "kernels", "quant"},
     "scripts": {"protocol", "kernels", "quant", "edge", "cloud"},

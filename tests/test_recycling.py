@@ -5,8 +5,8 @@ import math
 
 import pytest
 from paceline.cloud.backup import LONGEST
-from paceline.cloud.choice import NOWHERE, Part, choose
 from paceline.cloud.recycling import FAINT, GOES_ON, NODE, Recycling
+from paceline.cloud.selection import NOWHERE, Part, choose
 from paceline.protocol.cloud_session import CloudSession, Limits, Plan, Walk
 from paceline.protocol.messages import Draft, Open
 from paceline.protocol.sampling import Sampling

@@ -14,11 +14,12 @@ import pytest
 from paceline.cloud.connection import House
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler
-from paceline.cloud.server import OneThread, start
+from paceline.cloud.server import start
 from paceline.edge.policies import policy
 from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address, SocketChannel, connecting
+from paceline.kernels.worker import OneThread
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.errors import Code, LinkError, PacelineError
 from paceline.protocol.messages import MAX_OPEN_BYTES, SUBPROTOCOL, Commit, Error, Hello, Message, Open, Opened, Ping

@@ -27,7 +27,7 @@ from paceline.cloud.engine import Engine
 from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.cloud.grammar import Grammars
 from paceline.cloud.scheduler import Scheduler
-from paceline.cloud.server import OneThread, start
+from paceline.cloud.server import start
 from paceline.edge.agent import Agent
 from paceline.edge.api.app import application
 from paceline.edge.api.service import Service
@@ -36,6 +36,7 @@ from paceline.edge.runtime import Settings, running_agent
 from paceline.edge.serve import listening
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address
+from paceline.kernels.worker import OneThread
 from paceline.scripts.pairs import vocabulary_of
 
 T = TypeVar("T")

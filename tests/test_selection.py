@@ -4,8 +4,8 @@ import math
 from random import Random
 
 import pytest
-from paceline.cloud.choice import Part, choose
 from paceline.cloud.recycling import Recycling
+from paceline.cloud.selection import Part, choose
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.cost import StepCost, best_count, step_seconds
 from paceline.protocol.messages import Draft, Open

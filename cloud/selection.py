@@ -84,8 +84,8 @@ def choose(
 
     `seconds` [n + 1] are those of a step that takes 0, 1, ... n nodes along, n at most; without a node it is worth `base_gain`.
     """
-    choice = _Choice(parts, recycling)
-    heap, total, taken, least = choice.heap, base_gain, 0, -math.inf
+    selection = _Selection(parts, recycling)
+    heap, total, taken, least = selection.heap, base_gain, 0, -math.inf
     seconds = [*seconds, math.inf]  # more nodes take for ever
     while heap:
         entry = heap[0]
@@ -94,14 +94,14 @@ def choose(
             return least if taken else -float(entry[0])
         heappop(heap)
         if entry[2] < LEAD:
-            choice.take(entry, gain)
-        elif not choice.recycle(entry):
+            selection.take(entry, gain)
+        elif not selection.recycle(entry):
             continue
         total, taken, least = total + gain, taken + 1, -entry[0]
     return -math.inf
 
 
-class _Choice:
+class _Selection:
     """What may be taken next, in a heap, and how what was taken opens the way to more."""
 
     def __init__(self, parts: Sequence[Part], recycling: Recycling | None) -> None:
