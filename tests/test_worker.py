@@ -22,6 +22,7 @@ def test_work_begins_before_the_loop_goes_on() -> None:
 
     async def main() -> bool:
         thread, begun = OneThread("model"), list[float]()
+        await thread(lambda: None)  # the thread is there
         for _ in range(10):
             running = thread(lambda: begun.append(time.perf_counter()))
             ended = busy(0.02)
