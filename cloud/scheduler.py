@@ -256,8 +256,7 @@ class Scheduler:
         rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
         if all(work.choose for _, work in batch):
             self._cost.learn(rows, spent)
-        for (seat, work), result in zip(batch, results, strict=True):
-            self._apply(seat, work.plan, result, step, now)
+        self._deliver(batch, results, step, now)
         f = self.figures
         f.steps, f.rows = f.steps + 1, f.rows + rows
         f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
@@ -355,6 +354,12 @@ class Scheduler:
         assert seat.handle is not None
         mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
         return Work(seat.handle, tokens, plan or Plan(), s.sampling, s.history, s.logprobs, choose, mask)
+
+    def _deliver(
+        self, batch: Sequence[tuple[Seat, Work]], results: Sequence[Walk | EngineError | None], step: float, now: float
+    ) -> None:
+        for (seat, work), result in zip(batch, results, strict=True):
+            self._apply(seat, work.plan, result, step, now)
 
     def _apply(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float, now: float) -> None:
         """The session's text grows; who is to know of it hears it later."""

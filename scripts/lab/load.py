@@ -28,7 +28,7 @@ from paceline.cloud.limits import Bounds
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.kernels.heap import keep_small
 from paceline.protocol.channel import ChannelClosed
-from paceline.protocol.cloud_session import Plan, Walk
+from paceline.protocol.cloud_session import Walk
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.edge_session import EdgeSession, Phase
 from paceline.protocol.errors import EngineError
@@ -84,7 +84,7 @@ class Clocked(Scheduler):
 
     def begin(self) -> None:
         self.own: list[float] = []  # between steps
-        self.told = 0.0  # while the engine works
+        self.told = self.frames = 0.0  # while the engine works
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         begin = time.thread_time()
@@ -93,9 +93,11 @@ class Clocked(Scheduler):
         finally:
             self.own.append(time.thread_time() - begin)
 
-    def _apply(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float, now: float) -> None:
+    def _deliver(
+        self, batch: Sequence[tuple[Seat, Work]], results: Sequence[Walk | EngineError | None], step: float, now: float
+    ) -> None:
         begin = time.thread_time()
-        super()._apply(seat, plan, result, step, now)
+        super()._deliver(batch, results, step, now)
         self.own[-1] += time.thread_time() - begin
 
     def _catch_up(self) -> None:
@@ -205,6 +207,7 @@ async def _run(setting: Setting, who: Sequence[int]) -> tuple[Clocked, list[Reco
     await asyncio.sleep(setting.seconds)
     for task in tasks:
         task.cancel()
+    scheduler.frames = ClockedConnection.spent
     return scheduler, edges
 
 
@@ -235,7 +238,7 @@ def _figures(setting: Setting, scheduler: Clocked, honest: Sequence[RecordedEdge
         own_in_step=own,
         own_share=own / step,
         told_in_step=scheduler.told / f.steps,
-        frames_in_step=ClockedConnection.spent / f.steps,
+        frames_in_step=scheduler.frames / f.steps,
     )
 
 
