@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import cache
 
 EVERY = 60.0  # seconds
+YOUNG = 3000  # objects after which the youngest are looked through: the interpreter's 700 are fewer than a step of a crowd makes
 
 
 @cache
@@ -38,9 +39,13 @@ async def keep_small(seconds: float = EVERY, let_go: Callable[[], object] = lamb
     """Let go of what is over, collect and trim, for ever at that interval; cancel it to end.
 
     What was loaded before is not looked at any more, so that a collection costs what the sessions are worth: some milliseconds.
+    And none comes in the middle of everything that makes a few hundred objects.
     """
     gc.collect()
     gc.freeze()
+    youngest, *older = gc.get_threshold()
+    if youngest:  # 0: whoever runs this does not want any
+        gc.set_threshold(max(youngest, YOUNG), *older)
     try:
         while True:
             await asyncio.sleep(seconds)
@@ -48,4 +53,5 @@ async def keep_small(seconds: float = EVERY, let_go: Callable[[], object] = lamb
             gc.collect()
             trim()
     finally:
+        gc.set_threshold(youngest, *older)
         gc.unfreeze()

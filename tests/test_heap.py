@@ -1,6 +1,7 @@
 """Freed memory goes back to the system."""
 
 import asyncio
+import gc
 import platform
 import subprocess
 import sys
@@ -48,6 +49,22 @@ async def test_it_goes_on_until_it_is_cancelled(monkeypatch: pytest.MonkeyPatch)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_meanwhile_the_collector_comes_seldom_and_afterwards_as_before() -> None:
+    before = gc.get_threshold()
+    try:
+        for youngest, meanwhile in ((700, heap.YOUNG), (10**6, 10**6), (0, 0)):  # 0: whoever runs this wants none
+            gc.set_threshold(youngest, 10, 10)
+            task = asyncio.create_task(heap.keep_small())
+            await asyncio.sleep(0)
+            assert gc.get_threshold() == (meanwhile, 10, 10)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert gc.get_threshold() == (youngest, 10, 10)
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_where_the_c_library_has_nothing_of_the_kind_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
