@@ -32,9 +32,9 @@ def drafts(
     from paceline.edge.text import Text
     from paceline.scripts.pairs import draft_of, files_of, vocabulary_of
 
+    widths = options.whole_numbers(rows)
     files = files_of(pair, target, draft)
     paths = [files.draft, *(draft_of(pair, name) for name in others)]
-    widths = [int(n) for n in rows.split(",")]
     vocabulary = Text(vocabulary_of(files.target)).vocabulary
     opened = [_open(path, vocabulary, threads, provider) for path in paths]
     found = measure(opened, widths, past, repeats)

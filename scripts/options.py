@@ -79,3 +79,14 @@ def alone(offline: str | None, drafts: bool, policy: str) -> bool:
     if offline and not drafts:
         raise PacelineError(f"--offline draft needs a draft, and the policy {policy} has none; use --policy stream")
     return offline is not None
+
+
+def whole_numbers(text: str) -> list[int]:
+    """What was given with commas between. Raises PacelineError."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise PacelineError(f"{text!r}: whole numbers above 0 with commas between, as in 1,4,16")
+    return found

@@ -177,6 +177,13 @@ def test_names_that_stand_for_nothing() -> None:
     assert "--draft go together" in fails("demo", "-p", "hello", "--target", "smollm2")
 
 
+def test_numbers_that_are_none() -> None:
+    assert "whole numbers above 0" in fails("bench", "load", "--sessions", "x")
+    assert "whole numbers above 0" in fails("bench", "fleet", "--prompts", "x", "--verifiers", "1,0")
+    assert "whole numbers above 0" in fails("bench", "drafts", "x", "--rows", "1,,4")
+    assert "at least one is honest" in fails("bench", "load", "--sessions", "64,4", "--liars", "4")
+
+
 # ---- wrong files
 
 

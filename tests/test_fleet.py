@@ -17,7 +17,7 @@ from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.book import Book, Page, write_book
 from paceline.scripts.lab.cases import Case, Prompt
-from paceline.scripts.lab.command_fleet import Pair, bend, fleet_command, numbers, paired
+from paceline.scripts.lab.command_fleet import Pair, bend, fleet_command, paired
 from paceline.scripts.lab.crowd import CrowdEdge
 from paceline.scripts.lab.edges import EDGES
 from paceline.scripts.lab.experiment import answer
@@ -26,6 +26,7 @@ from paceline.scripts.lab.memo import begin, digest_of
 from paceline.scripts.lab.steps import A100, StepTable, step_table
 from paceline.scripts.lab.workshop import Workshop, outcomes
 from paceline.scripts.models import Pair as Models
+from paceline.scripts.options import whole_numbers
 from test_lab import setting as lab_setting
 from typer.testing import CliRunner
 
@@ -203,10 +204,10 @@ def test_it_says_where_it_bends_and_why() -> None:
 
 
 def test_numbers_are_whole_and_above_0() -> None:
-    assert numbers("1,4,16") == [1, 4, 16]
+    assert whole_numbers("1,4,16") == [1, 4, 16]
     for wrong in ("", "0", "a", "1;2", "-1"):
         with pytest.raises(PacelineError, match="whole numbers"):
-            numbers(wrong)
+            whole_numbers(wrong)
 
 
 @pytest.fixture

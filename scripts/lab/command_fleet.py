@@ -58,7 +58,10 @@ def fleet_command(
 
     if balance not in ("even", "hash"):
         raise PacelineError(f"--balance {balance!r}: it is even or hash")
-    table, sizes = step_table(costs), [(n, n * m) for n in numbers(verifiers) for m in numbers(edges)]
+    table, sizes = (
+        step_table(costs),
+        [(n, n * m) for n in options.whole_numbers(verifiers) for m in options.whole_numbers(edges)],
+    )
     question = Question(
         pair, edge, table(1), (rtt,), ("stream",), prompts, count, skip, max_tokens, 0.0, 0, learn, 0,
     )  # fmt: skip
@@ -121,19 +124,6 @@ def paired(found: "Sequence[Sequence[Made]]") -> list[Pair]:
     least = min((made for _, made in found), key=lambda m: m.edges / m.verifiers)
     full = least.tokens_a_second_an_edge
     return [Pair(plain, made, made.tokens_a_second_an_edge / full) for plain, made in found]
-
-
-def numbers(text: str) -> list[int]:
-    """Raises PacelineError."""
-    from paceline.protocol.errors import PacelineError
-
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise PacelineError(f"{text!r}: whole numbers above 0 with commas between, as in 1,4,16")
-    return found
 
 
 def bend(runs: Sequence[Pair], table_step: float) -> str:

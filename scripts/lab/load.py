@@ -31,12 +31,13 @@ from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.cloud_session import Walk
 from paceline.protocol.codec import decode_from_cloud, encode
 from paceline.protocol.edge_session import EdgeSession, Phase
-from paceline.protocol.errors import EngineError
+from paceline.protocol.errors import EngineError, PacelineError
 from paceline.protocol.messages import Hello
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.tree import State
 from paceline.protocol.vocabulary import Vocabulary
+from paceline.scripts import options
 from paceline.scripts.lab.virtual import MemoryChannel, run, run_engine
 
 LIES = 60  # wrong nodes that a liar adds to its chain each time
@@ -245,7 +246,7 @@ def _figures(setting: Setting, scheduler: Clocked, honest: Sequence[RecordedEdge
 def command(
     sessions: Annotated[str, typer.Option(help="Numbers of sessions to run, as in 1,8,64.")] = "1,2,4,8,16,32,64",
     seconds: Annotated[float, typer.Option(min=1, help="Virtual seconds of each run.")] = 20.0,
-    verify: Annotated[float, typer.Option(help="Seconds of a verification step.")] = 0.03,
+    verify: Annotated[float, typer.Option(min=0.001, help="Seconds of a verification step.")] = 0.03,
     rtt: Annotated[float, typer.Option("--rtt", min=0, help="Round trip in seconds.")] = 0.05,
     agree: Annotated[float, typer.Option(min=0, max=1, help="How often a drafted node is right.")] = 0.8,
     width: Annotated[int, typer.Option(min=1, help="Nodes that a step takes along, over all sessions.")] = 256,
@@ -253,6 +254,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a run.")] = False,
 ) -> None:
     """Load a verifier with recorded edges on a recorded target, in virtual time, and see who gets what."""
+    counts = options.whole_numbers(sessions)
+    if liars >= min(counts):
+        raise PacelineError(f"--liars {liars}: of {min(counts)} sessions at least one is honest")
     if not as_json:
         typer.echo(
             f"recorded target and edges, virtual time, a step takes {1000 * verify:.0f} ms; own time measured here"
@@ -260,8 +264,8 @@ def command(
         typer.echo(
             "sessions  tokens/s  a session  fairness  p50 ms  p99 ms  engine s/1000 (plain)  own ms a step  share  beside it"
         )
-    for count in sessions.split(","):
-        made = load(Setting(int(count), seconds, verify, rtt, agree, width=width, liars=liars))
+    for count in counts:
+        made = load(Setting(count, seconds, verify, rtt, agree, width=width, liars=liars))
         typer.echo(json.dumps(asdict(made)) if as_json else _row(made))
 
 
