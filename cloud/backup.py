@@ -123,7 +123,7 @@ class TopUp:
         tree = session.tree
         root, tip = tree.root, tree.tip()
         tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
-        gain = 1.0 + sum(math.exp(tree.reach(n)) for n in tree.best(width))
+        gain = 1.0 + sum(map(math.exp, tree.reaches(tree.best(width))))
         text = session.sequence
         return [self._stub(session, text, gain, tip, least) for tip in tips]
 

@@ -342,9 +342,9 @@ class Scheduler:
         faint = (
             math.log(recycling.least(sum(seat.pace for seat in seats), seconds[0])) if recycling is not None else 0.0
         )
-        for seat in seats:
-            seat.part = Part(seat.session, seat.counts, faint, seat.own)
-        parts = [seat.part for seat in seats if seat.part is not None]
+        parts = [Part(seat.session, seat.counts, faint, seat.own) for seat in seats]
+        for seat, part in zip(seats, parts, strict=True):
+            seat.part = part
         self._cut = choose(parts, seconds, base, recycling)
         return {seat: part.plan() for seat, part in zip(seats, parts, strict=True)}
 

@@ -58,10 +58,8 @@ def fleet_command(
 
     if balance not in ("even", "hash"):
         raise PacelineError(f"--balance {balance!r}: it is even or hash")
-    table, sizes = (
-        step_table(costs),
-        [(n, n * m) for n in options.whole_numbers(verifiers) for m in options.whole_numbers(edges)],
-    )
+    table = step_table(costs)
+    sizes = [(n, n * m) for n in options.whole_numbers(verifiers) for m in options.whole_numbers(edges)]
     question = Question(
         pair, edge, table(1), (rtt,), ("stream",), prompts, count, skip, max_tokens, 0.0, 0, learn, 0,
     )  # fmt: skip
