@@ -37,7 +37,10 @@ _MOST_NODES, _MOST_TENSORS, _LONGEST_NAME = 65_536, 65_536, 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """The numbers a caller needs. rows: of the head; context: positions it can turn by; window: reach of local layers, or 0."""
+    """The numbers a caller needs. rows: of the head; context: positions it can turn by; window: reach of local layers, or 0.
+
+    kv_heads_by_layer: where layers have fewer than `kv_heads`, how many each has; 0 is a layer without attention.
+    """
 
     layers: int
     heads: int
@@ -46,6 +49,7 @@ class Layout:
     rows: int
     context: int
     window: int
+    kv_heads_by_layer: tuple[int, ...] = ()
 
     @property
     def inputs(self) -> list[str]:
@@ -57,8 +61,10 @@ class Layout:
         return ["logits", *(f"new_{name}" for name in self.caches)]
 
     @property
-    def caches(self) -> list[str]:
-        return [f"{part}.{i}" for i in range(self.layers) for part in ("keys", "values")]
+    def caches(self) -> dict[str, int]:
+        """Heads of each cache of keys or values, by its name."""
+        heads = self.kv_heads_by_layer or (self.kv_heads,) * self.layers
+        return {f"{part}.{i}": g for i, g in enumerate(heads) if g for part in ("keys", "values")}
 
 
 @dataclass(frozen=True)
@@ -279,7 +285,9 @@ class _Walk:
     def description(self, metadata: Mapping[str, str]) -> OnnxFile:
         try:
             raw = json.loads(metadata[LAYOUT])
-            layout = Layout(**{key: raw[key] for key in _LIMITS})
+            layout = Layout(
+                **{key: raw[key] for key in _LIMITS}, kv_heads_by_layer=tuple(raw.get("kv_heads_by_layer", ()))
+            )
             maps = [json.loads(metadata[key]) if key in metadata else None for key in (TOKEN_MAP, INPUT_MAP)]
             fingerprint = metadata[TARGET]
         except (KeyError, TypeError, ValueError, RecursionError) as e:
@@ -288,6 +296,10 @@ class _Walk:
             value = getattr(layout, key)
             if type(value) is not int or not (key != "window") <= value <= most:
                 raise self.fail(f"its layout states {key} = {value!r}")
+        if by_layer := layout.kv_heads_by_layer:
+            sound = all(type(n) is int and 0 <= n <= layout.kv_heads for n in by_layer)
+            if len(by_layer) != layout.layers or not sound:
+                raise self.fail(f"its layout states {by_layer} heads of keys for {layout.layers} layers")
         for found in maps:
             if found is not None and not (isinstance(found, list) and all(type(n) is int for n in found)):
                 raise self.fail("its maps of tokens are not lists of integers")

@@ -65,8 +65,8 @@ class Cache:
     def rearrange(self, kept: npt.NDArray[np.intp], cells: int) -> None:
         """Go on with `cells` cells, the first of them what the cells `kept` [N] hold now."""
         layout = self.model.layout
-        for name in layout.caches:
-            fresh = np.zeros((layout.kv_heads, cells, layout.head_dim), np.float32)
+        for name, heads in layout.caches.items():
+            fresh = np.zeros((heads, cells, layout.head_dim), np.float32)
             if len(kept):
                 fresh[:, : len(kept)] = self._buffers[name].numpy()[:, kept]
             buffer = ort.OrtValue.ortvalue_from_numpy(fresh, self.model.device, 0)

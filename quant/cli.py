@@ -1,4 +1,4 @@
-"""`paceline draft`: build, distil, evaluate, export and check drafts. Parses and prints; the work is imported when needed."""
+"""`paceline draft`: build, distil, thin, evaluate, export, check. Parses and prints; the work is imported when needed."""
 
 from __future__ import annotations
 
@@ -94,6 +94,25 @@ def distill(
     with guarded(), bar("training (minutes)") as step:
         options = schooling.Options(minutes, rate, resume, device, conversations)
         report = schooling.distil(target, draft, options, prompts, text, cache, step, console.print)
+    typer.echo(json.dumps(report, indent=2))
+
+
+@app.command()
+def thin(
+    target: Annotated[Path, typer.Option(help="The target: a .gguf file or a Hugging Face folder.")],
+    draft: Annotated[Path, typer.Option(help="Draft folder that has a checkpoint; changed in place.")],
+    heads: Annotated[int, typer.Option(help="Heads of keys and values to keep, in all layers together.")],
+    conversations: Annotated[
+        int, typer.Option(help="Own conversations at hand; written where fewer are cached.")
+    ] = 1200,
+    text: Annotated[Path | None, typer.Option(help="A file of own text to choose along instead.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for the target's own text.")] = None,
+) -> None:
+    """Leave the heads out of a draft's attention that it needs least. Train it on afterwards: `--minutes` counts anew."""
+    from . import thin as thinning
+
+    with guarded(), bar("thinning") as step:
+        report = thinning.thin(target, draft, thinning.Options(heads, conversations), text, cache, step)
     typer.echo(json.dumps(report, indent=2))
 
 

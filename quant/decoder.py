@@ -6,7 +6,7 @@ Knows shapes, attention and rotation; knows nothing about files, tokenizers, rou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -139,10 +139,17 @@ def feed_forward(shape: Shape, w: Mapping[str, Tensor], i: int, x: Tensor) -> Te
     return after(w, p + "post_ffw_norm.weight", out, shape.eps)
 
 
+def attending(shape: Shape, w: Container[str]) -> list[int]:
+    """The layers that have attention: a draft may leave it out of some."""
+    return [i for i in range(shape.layers) if f"blk.{i}.attn_q.weight" in w]
+
+
 def hidden(shape: Shape, w: Mapping[str, Tensor], x: Tensor) -> Tensor:
     """Embedded tokens x [B, S, D] to the final, normed hidden state [B, S, D]."""
-    for i, turn in enumerate(rotations(shape, x.shape[1], x.device)):
-        x = x + attention(shape, w, i, x, turn)
+    turns, attentive = rotations(shape, x.shape[1], x.device), attending(shape, w)
+    for i, turn in enumerate(turns):
+        if i in attentive:
+            x = x + attention(shape, w, i, x, turn)
         x = x + feed_forward(shape, w, i, x)
     return norm(x, w[LAST_NORM], shape.eps)
 

@@ -1,7 +1,7 @@
 """The recipes of the shipped drafts, and making one from its target: `scripts/make_default_draft NAME TARGET WORK`.
 
-`default`: every layer, the whole vocabulary; agreement first. It ships as a patch of its target's file. `tiny`: narrow layers, a
-third of the vocabulary; cost first. Both are trained on nothing but text that the target wrote.
+`default`: every layer, the whole vocabulary; agreement first. It ships as a patch of its target's file. `tiny`: narrow layers
+with few heads, a third of the vocabulary; cost first. Both are trained on nothing but text that the target wrote.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from pathlib import Path
 
 from paceline.protocol.errors import PacelineError
 
-from . import factory, folder, measure, patch, schooling
+from . import factory, folder, measure, patch, schooling, thin
 from .errors import RecipeError
 from .shipped import PATCH
 
 CONVERSATIONS = 1200
+WHOLE = 0.33  # share of the training before heads are left out
 CALIBRATION = 84  # conversations that the correction of `default` looks at
-#: Of a number of weights, more layers that are narrower agree far more often than few of full width (quant/README.md).
+#: Of a number of weights, more layers that are narrower agree far more often than few of full width, and most of their heads can
+#: be spared (quant/README.md).
 TINY_LAYERS = "0,1,2,4,5,7,8,9,10,11,12,13,15,16,18,19,20,21,23,24,26,27,28,29"
 NOTICE = """This draft is derived from the weights of SmolLM2-135M-Instruct by Hugging Face TB, Apache License 2.0
 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct). It was made with `scripts/make_default_draft`,
@@ -32,12 +34,14 @@ on text written by that model alone, and is distributed under the same licence.
 
 @dataclass(frozen=True)
 class Shipped:
-    """options: how it is built; minutes: training on two idle cores; rate: peak learning rate; patched: ships as a patch."""
+    """options: how it is built; minutes: training on two idle cores; rate: peak learning rate; patched: ships as a patch; heads:
+    of keys and values that are left, in all layers together, when a third of the training is over, None for all."""
 
     options: factory.Options
     minutes: float
     rate: float
     patched: bool
+    heads: int | None = None
 
 
 RECIPES = {
@@ -67,8 +71,9 @@ RECIPES = {
             sweeps=0,
         ),
         240.0,
-        3e-4,
+        5e-4,
         False,
+        heads=34,
     ),
 }
 
@@ -96,11 +101,35 @@ def make(
         say(f"built in {report['seconds']} s, {report['bytes']:,} bytes")
     wanted = recipe.minutes if minutes is None else minutes
     if wanted > 0:
-        options = schooling.Options(wanted, recipe.rate, conversations=conversations)
-        say(json.dumps(schooling.distil(target, out, options, cache=cache, say=say)))
+        train(recipe, target, out, wanted, conversations, cache, say)
     if prompts is not None:
         say(measure.table(measure.evaluate(target, out, prompts, measure.Options(), work / "traces")))
     return pack(name, target, out, work / "ship" / name)
+
+
+def train(
+    recipe: Shipped,
+    target: Path,
+    out: Path,
+    minutes: float,
+    conversations: int,
+    cache: Path,
+    say: Callable[[str], object],
+) -> None:
+    """Train the draft in `out` for `minutes` in all, and leave heads out of it on the way where the recipe says so."""
+
+    def on(minutes: float) -> None:
+        options = schooling.Options(minutes, recipe.rate, conversations=conversations)
+        say(json.dumps(schooling.distil(target, out, options, cache=cache, say=say)))
+
+    if recipe.heads is None:
+        on(minutes)
+        return
+    if "thinned" not in folder.read_card(out).recipe:
+        on(minutes * WHOLE)
+        options = thin.Options(recipe.heads, conversations)
+        say(json.dumps(thin.thin(target, out, options, cache=cache)))
+    on(minutes * (1 - WHOLE))
 
 
 def pack(name: str, target: Path, draft: Path, ship: Path) -> Path:

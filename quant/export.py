@@ -20,6 +20,8 @@ from paceline.kernels.onnx_file import TOKEN_MAP as TOKEN_MAP
 from torch import Tensor
 
 from .decoder import Shape
+from .errors import RecipeError
+from .families import MIXED
 from .grids import GRIDS, Grid, packed
 from .landing import landing
 
@@ -50,14 +52,36 @@ class Packed:
 Entry = tuple[str, "Tensor | Rounded | Packed"]
 
 
-def header(writer: gguf.GGUFWriter, shape: Shape, hidden: list[int], rows: int, context: int) -> None:
-    """The architecture's numbers; hidden: feed-forward width of each layer."""
+@dataclass(frozen=True)
+class Layers:
+    """What may differ from layer to layer. hidden: feed-forward widths; kv_heads: heads of keys and values, 0 where a layer has
+    no attention."""
+
+    hidden: list[int]
+    kv_heads: list[int]
+
+
+def architecture(family: str, shape: Shape, layers: Layers) -> str:
+    """The architecture by whose name llama.cpp loads such a draft. Raises `RecipeError` where it knows none."""
+    if all(n == shape.kv_heads for n in layers.kv_heads):
+        return family
+    if family != "llama":
+        raise RecipeError(
+            f"llama.cpp runs layers that differ in their heads for drafts of Llama targets, not of the family {family!r}:"
+            " keep every head."
+        )
+    return MIXED
+
+
+def header(writer: gguf.GGUFWriter, shape: Shape, layers: Layers, rows: int, context: int) -> None:
+    """The architecture's numbers."""
+    per_key = shape.heads // shape.kv_heads
     writer.add_block_count(shape.layers)
     writer.add_context_length(context)
     writer.add_embedding_length(shape.width)
-    writer.add_feed_forward_length(hidden[0] if len(set(hidden)) == 1 else hidden)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_feed_forward_length(_one_or_all(layers.hidden))
+    writer.add_head_count(_one_or_all([per_key * n for n in layers.kv_heads]))
+    writer.add_head_count_kv(_one_or_all(layers.kv_heads))
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
@@ -68,11 +92,15 @@ def header(writer: gguf.GGUFWriter, shape: Shape, hidden: list[int], rows: int, 
         writer.add_sliding_window(shape.window)
 
 
+def _one_or_all(values: list[int]) -> int | list[int]:
+    return values[0] if len(set(values)) == 1 else values
+
+
 def write_draft(
     path: Path,
-    architecture: str,
+    family: str,
     shape: Shape,
-    hidden: list[int],
+    layers: Layers,
     entries: Iterable[Entry],
     token_map: Tensor | None,
     input_map: Tensor | None,
@@ -85,8 +113,8 @@ def write_draft(
 
     entries are drawn one by one and kept only as packed bytes in a temporary file.
     """
-    writer = gguf.GGUFWriter(None, architecture, use_temp_file=True)
-    header(writer, shape, hidden, rows, context)
+    writer = gguf.GGUFWriter(None, architecture(family, shape, layers), use_temp_file=True)
+    header(writer, shape, layers, rows, context)
     writer.add_tokenizer_model("none")
     writer.add_string(TARGET, fingerprint)
     kinds = set()

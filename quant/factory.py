@@ -178,26 +178,27 @@ def maps(ids: Trim) -> tuple[torch.Tensor | None, torch.Tensor | None]:
 def write_student(student: Student, target: Target, path: Path) -> None:
     """A student as the draft file that the device loads."""
     shape = replace(target.shape, layers=student.shape.layers)
-    _write(path, target, shape, student.hidden(), making.entries(student, target.shape), student.trim)
+    _write(path, target, shape, student.layout(), making.entries(student, target.shape), student.trim)
 
 
 def write_streamed(target: Target, recipe: making.Recipe, path: Path, quant: str, step: Step) -> None:
     """A plainly rounded draft, through llama.cpp's quantiser where that is asked for."""
     shape = replace(target.shape, layers=len(recipe.layers))
     hidden = [target.extents(f"blk.{i}.ffn_up.weight")[0] for i in recipe.layers]
+    layout = export.Layers(hidden, [shape.kv_heads] * len(hidden))
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         first = Path(scratch) / "draft.gguf" if quant == "q4_k" else path
-        _write(first, target, shape, hidden, making.streamed(target, recipe, step), recipe.trim)
+        _write(first, target, shape, layout, making.streamed(target, recipe, step), recipe.trim)
         if quant == "q4_k":
             requantise(first, path, Kind.Q4_K_M)
 
 
 def _write(
-    path: Path, target: Target, shape: Shape, hidden: list[int], entries: Iterable[export.Entry], ids: Trim
+    path: Path, target: Target, shape: Shape, layers: export.Layers, entries: Iterable[export.Entry], ids: Trim
 ) -> None:
     token_map, input_map = maps(ids)
     mark, rows = vocabulary(target).fingerprint, len(ids.to_target)
-    export.write_draft(path, target.architecture, shape, hidden, entries, token_map, input_map, rows, mark)
+    export.write_draft(path, target.architecture, shape, layers, entries, token_map, input_map, rows, mark)
 
 
 def write_vocabulary(target: Target, source: Path, out: Path) -> None:

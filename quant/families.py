@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from .decoder import Shape
 from .errors import WeightsError
 
 #: GGUF architectures with llama.cpp's rotation order: neighbours (True) or halves (False).
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "gemma3": False}
+MIXED = "deci"  # Llama whose layers differ in heads and widths, as llama.cpp calls it
 _HF = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 
 
@@ -48,6 +51,17 @@ def gguf_shape(metadata: Mapping[str, Any], name: str) -> Shape:
         window=int(get("attention.sliding_window")) if gemma else 0,
         pattern=6 if gemma else 1,
     )
+
+
+def draft_shape(metadata: Mapping[str, Any], name: str) -> Shape:
+    """As `gguf_shape`, of a draft, whose layers may have fewer heads each than the shape states, or none."""
+    if metadata.get("general.architecture") != MIXED:
+        return gguf_shape(metadata, name)
+    plain = {key.replace(f"{MIXED}.", "llama.", 1): value for key, value in metadata.items()}
+    for key in ("llama.attention.head_count", "llama.attention.head_count_kv"):
+        if isinstance(plain.get(key), np.ndarray):
+            plain[key] = int(max(plain[key], default=0))
+    return gguf_shape(plain | {"general.architecture": "llama"}, name)
 
 
 def hf_shape(config: Mapping[str, Any], name: str) -> Shape:

@@ -23,7 +23,7 @@ from paceline.protocol.vocabulary import Vocabulary
 from . import folder, nbits
 from .decoder import EMBEDDING, HEAD, LAST_NORM, Shape
 from .errors import DraftError, RecipeError
-from .families import gguf_shape
+from .families import draft_shape
 from .landing import landing
 from .nbits import Blocks
 from .vocab import write_vocabulary
@@ -126,17 +126,23 @@ def open_source(draft: Path, target: Path | None) -> Source:
 def model_bytes(source: Source, rounding: Rounding, step: Step = lambda done, total: None, **how: Any) -> bytes:
     """The draft as the bytes of an ONNX file. how: of `onnx_graph.Graph`. Raises `RecipeError` where it cannot be one."""
     file = source.file
-    shape = gguf_shape(file.metadata, file.path.name)
+    shape = draft_shape(file.metadata, file.path.name)
     if "rope_freqs.weight" in file.tensors:
         raise RecipeError(f"{file.path.name} scales its rotary positions by factors, which is not understood here yet.")
-    graph = _graphs().Graph(shape, **how)
+    kv_heads = [_rows(file, f"blk.{i}.attn_k.weight") // shape.head_dim for i in range(shape.layers)]
+    graph = _graphs().Graph(shape, kv_heads, **how)
     length = min(LONGEST, int(file.metadata.get(f"{file.metadata['general.architecture']}.context_length", LONGEST)))
     graph.rotations(length)
     rows = _decoder(graph, shape, file, rounding, step)
-    model = graph.model(rows, _metadata(source, shape, rows, length))
+    model = graph.model(rows, _metadata(source, shape, kv_heads, rows, length))
     if (size := model.ByteSize()) > LARGEST:
         raise RecipeError(f"As ONNX this draft has {size:,} bytes; one file holds {LARGEST:,}. Take a smaller draft.")
     return bytes(model.SerializeToString())
+
+
+def _rows(file: GgufFile, name: str) -> int:
+    """Rows of a matrix, 0 where there is none."""
+    return file.info(name).shape[0] if name in file.tensors else 0
 
 
 def _graphs() -> ModuleType:
@@ -152,7 +158,8 @@ def _decoder(graph: Any, shape: Shape, file: GgufFile, rounding: Rounding, step:
     """Add every layer and the head; the head's rows."""
     table = rounding.read(file, EMBEDDING, 8)
     x = graph.embedded("ids", "token_embd", table)
-    h = graph.norm(x, "blk.0.attn_norm", file.array("blk.0.attn_norm.weight"))
+    first = _first_norm(graph, 0)
+    h = graph.norm(x, first, file.array(f"{first}.weight"))
     for i in range(shape.layers):
         x, h = _layer(graph, file, rounding, i, x, h)
         step(i + 1, shape.layers + 1)
@@ -174,22 +181,35 @@ def _head(file: GgufFile, rounding: Rounding, table: Blocks) -> tuple[str, Block
 
 def _layer(graph: Any, file: GgufFile, rounding: Rounding, i: int, x: str, h: str) -> tuple[str, str]:
     """Layer i on the stream x and its norm h: the next stream, and that normed for the next layer."""
-    shape, at, last = graph.shape, f"blk.{i}.", i + 1 == graph.shape.layers
-    sizes = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    q, k, v = graph.split(_product(graph, file, rounding, h, i, "attn_q", "attn_k", "attn_v"), *sizes)
-    if f"{at}attn_q_norm.weight" in file.tensors:
-        q, k = (_head_norm(graph, file, i, part, value) for part, value in (("q", q), ("k", k)))
-    q, k = (graph.rotate(t, n, shape.local(i)) for t, n in ((q, shape.heads), (k, shape.kv_heads)))
-    branch = _product(graph, file, rounding, graph.attend(i, q, k, v), i, "attn_output")
-    branch = _after(graph, file, f"{at}post_attention_norm", branch)
-    h, x = graph.add_norm(x, branch, f"{at}ffn_norm", file.array(f"{at}ffn_norm.weight"))
+    at, last = f"blk.{i}.", i + 1 == graph.shape.layers
+    if graph.kv_heads[i]:
+        branch = _after(graph, file, f"{at}post_attention_norm", _attention(graph, file, rounding, i, h))
+        h, x = graph.add_norm(x, branch, f"{at}ffn_norm", file.array(f"{at}ffn_norm.weight"))
     hidden = file.info(f"{at}ffn_up.weight").shape[0]
     gate, up = graph.split(_product(graph, file, rounding, h, i, "ffn_gate", "ffn_up"), hidden, hidden)
     branch = _product(graph, file, rounding, graph.gated(gate, up), i, "ffn_down")
     branch = _after(graph, file, f"{at}post_ffw_norm", branch)
-    name = LAST_NORM.removesuffix(".weight") if last else f"blk.{i + 1}.attn_norm"
+    name = LAST_NORM.removesuffix(".weight") if last else _first_norm(graph, i + 1)
     h, x = graph.add_norm(x, branch, name, file.array(f"{name}.weight"))
     return x, h
+
+
+def _first_norm(graph: Any, i: int) -> str:
+    """The norm that layer i begins with."""
+    return f"blk.{i}.attn_norm" if graph.kv_heads[i] else f"blk.{i}.ffn_norm"
+
+
+def _attention(graph: Any, file: GgufFile, rounding: Rounding, i: int, h: str) -> str:
+    """The attention branch of layer i on the normed stream h."""
+    shape, at = graph.shape, f"blk.{i}."
+    keys = graph.kv_heads[i]
+    queries = shape.heads // shape.kv_heads * keys
+    sizes = [n * shape.head_dim for n in (queries, keys, keys)]
+    q, k, v = graph.split(_product(graph, file, rounding, h, i, "attn_q", "attn_k", "attn_v"), *sizes)
+    if f"{at}attn_q_norm.weight" in file.tensors:
+        q, k = (_head_norm(graph, file, i, part, value, n) for part, value, n in (("q", q, queries), ("k", k, keys)))
+    q, k = (graph.rotate(t, n, shape.local(i)) for t, n in ((q, queries), (k, keys)))
+    return _product(graph, file, rounding, graph.attend(i, q, k, v), i, "attn_output")
 
 
 def _product(graph: Any, file: GgufFile, rounding: Rounding, x: str, i: int, *parts: str) -> str:
@@ -202,10 +222,9 @@ def _product(graph: Any, file: GgufFile, rounding: Rounding, x: str, i: int, *pa
     return str(graph.linear(x, f"blk.{i}." + "_".join(parts), w, np.concatenate(biases) if biases else None))
 
 
-def _head_norm(graph: Any, file: GgufFile, i: int, part: str, x: str) -> str:
+def _head_norm(graph: Any, file: GgufFile, i: int, part: str, x: str, heads: int) -> str:
     """Queries or keys normed head by head, where the family does that."""
     name, d = f"blk.{i}.attn_{part}_norm", graph.shape.head_dim
-    heads = graph.shape.heads if part == "q" else graph.shape.kv_heads
     split = graph.put("Reshape", x, graph.constant(1, -1, heads, d))
     normed = graph.norm(split, name, file.array(f"{name}.weight"))
     return str(graph.put("Reshape", normed, graph.constant(1, -1, heads * d)))
@@ -215,11 +234,13 @@ def _after(graph: Any, file: GgufFile, name: str, x: str) -> str:
     return str(graph.norm(x, name, file.array(f"{name}.weight"))) if f"{name}.weight" in file.tensors else x
 
 
-def _metadata(source: Source, shape: Shape, rows: int, length: int) -> dict[str, str]:
-    layout = {
+def _metadata(source: Source, shape: Shape, kv_heads: list[int], rows: int, length: int) -> dict[str, str]:
+    layout: dict[str, Any] = {
         "layers": shape.layers, "heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim,
         "rows": rows, "context": length, "window": shape.window,
     }  # fmt: skip
+    if set(kv_heads) != {shape.kv_heads}:
+        layout["kv_heads_by_layer"] = kv_heads
     name = source.card.name if source.card else source.file.path.stem
     out = {LAYOUT: json.dumps(layout), TARGET: source.target.fingerprint, "name": name}
     for key in (TOKEN_MAP, INPUT_MAP):

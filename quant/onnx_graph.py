@@ -6,11 +6,11 @@ under a bias that says which are its own. So a tree, several generations and tex
 
     inputs   ids [1, S]  positions [1, S]  places [G, S, 2] (head, cell)  bias [S * H / G, T]  wanted [W]
              near [S * H / G, T], the bias of layers with a window, where the family has them
-             keys.i, values.i [G, T, head_dim] for each layer i
+             keys.i, values.i [Gi, T, head_dim] for each layer i that has attention
     outputs  logits [W, V]  new_keys.i, new_values.i as the caches
 
-G heads of keys and values serve H of queries. Weights are `com.microsoft` `MatMulNBits` in blocks of 32; that domain is used
-at version 1, the standard one at opset 20.
+G heads of keys and values serve H of queries; a layer may have fewer, Gi, and as many fewer of queries. Weights are
+`com.microsoft` `MatMulNBits` in blocks of 32; that domain is used at version 1, the standard one at opset 20.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ FLOAT_ACTIVATIONS = 1
 class Graph:
     """Nodes and weights as they come; names of values are made here."""
 
-    def __init__(self, shape: Shape, accuracy: int = INT8_ACTIVATIONS) -> None:
-        self.shape, self.accuracy = shape, accuracy
+    def __init__(self, shape: Shape, kv_heads: Sequence[int], accuracy: int = INT8_ACTIVATIONS) -> None:
+        """kv_heads: of each layer, 0 where it has no attention."""
+        self.shape, self.kv_heads, self.accuracy = shape, kv_heads, accuracy
         self.nodes: list[onnx.NodeProto] = []
         self.weights: dict[str, onnx.TensorProto] = {}
         self._shared: dict[bytes, str] = {}
@@ -123,31 +124,37 @@ class Graph:
         self.put("Split", x, self.constant(*sizes), outputs=names, axis=-1)
         return names
 
-    def by_group(self, x: str, heads: int) -> str:
-        """[1, S, heads * head_dim] as [G, S * heads / G, head_dim]."""
-        g, d = self.shape.kv_heads, self.shape.head_dim
-        x = self.put("Transpose", self.put("Reshape", x, self.constant(-1, g, heads // g * d)), perm=[1, 0, 2])
-        return x if heads == g else self.put("Reshape", x, self.constant(g, -1, d))
+    def by_group(self, x: str, i: int, each: int) -> str:
+        """[1, S, heads * head_dim] as [G, S * each, head_dim], where `each` heads of x belong to one of layer i's G."""
+        g, d = self.kv_heads[i], self.shape.head_dim
+        x = self.put("Transpose", self.put("Reshape", x, self.constant(-1, g, each * d)), perm=[1, 0, 2])
+        return x if each == 1 else self.put("Reshape", x, self.constant(g, -1, d))
+
+    def places(self, i: int) -> str:
+        """Where layer i's heads write: [G, S, 2]."""
+        g = self.kv_heads[i]
+        return "places" if g == self.shape.kv_heads else self.put("Gather", "places", self.constant(*range(g)), axis=0)
 
     def cached(self, new: str, cache: str, i: int) -> str:
         """The cache of layer i with the rows' own keys or values [1, S, G * head_dim] in their cells."""
         return self.put(
-            "ScatterND", f"{cache}.{i}", "places", self.by_group(new, self.shape.kv_heads), outputs=[f"new_{cache}.{i}"]
+            "ScatterND", f"{cache}.{i}", self.places(i), self.by_group(new, i, 1), outputs=[f"new_{cache}.{i}"]
         )
 
     def attend(self, i: int, q: str, k: str, v: str) -> str:
         """Queries, keys, values [1, S, heads * head_dim] to the mix [1, S, H * head_dim]."""
-        s, local = self.shape, self.shape.local(i)
+        s, g, local = self.shape, self.kv_heads[i], self.shape.local(i)
+        each = s.heads // s.kv_heads
         scores = self.put(
-            "FusedMatMul", self.by_group(q, s.heads), self.cached(k, "keys", i), domain=MICROSOFT,
+            "FusedMatMul", self.by_group(q, i, each), self.cached(k, "keys", i), domain=MICROSOFT,
             transB=1, alpha=s.head_dim**-0.5,
         )  # fmt: skip
         shares = self.put("Softmax", self.put("Add", scores, "near" if local else "bias"), axis=-1)
         mixed = self.put("MatMul", shares, self.cached(v, "values", i))
-        if s.heads != s.kv_heads:
-            mixed = self.put("Reshape", mixed, self.constant(s.kv_heads, -1, s.heads // s.kv_heads * s.head_dim))
+        if each > 1:
+            mixed = self.put("Reshape", mixed, self.constant(g, -1, each * s.head_dim))
         return self.put(
-            "Reshape", self.put("Transpose", mixed, perm=[1, 0, 2]), self.constant(1, -1, s.heads * s.head_dim)
+            "Reshape", self.put("Transpose", mixed, perm=[1, 0, 2]), self.constant(1, -1, g * each * s.head_dim)
         )
 
     def gated(self, gate: str, up: str) -> str:
@@ -168,8 +175,9 @@ class Graph:
         """The finished model; rows: of the head."""
         s, rep = self.shape, self.shape.heads // self.shape.kv_heads
         f, n = TensorProto.FLOAT, TensorProto.INT64
-        cache: Extents = [s.kv_heads, "T", s.head_dim]
-        names = [f"{part}.{i}" for i in range(s.layers) for part in ("keys", "values")]
+        caches: dict[str, Extents] = {
+            f"{part}.{i}": [g, "T", s.head_dim] for i, g in enumerate(self.kv_heads) if g for part in ("keys", "values")
+        }
         mask = f"{rep}S" if rep > 1 else "S"
         given: list[tuple[str, int, Extents]] = [
             ("ids", n, [1, "S"]),
@@ -178,10 +186,10 @@ class Graph:
             ("bias", f, [mask, "T"]),
         ]
         given += [("near", f, [mask, "T"])] if s.window else []
-        given += [("wanted", n, ["W"]), *((name, f, cache) for name in names)]
+        given += [("wanted", n, ["W"]), *((name, f, extents) for name, extents in caches.items())]
         made: list[tuple[str, int, Extents]] = [
             ("logits", f, ["W", rows]),
-            *((f"new_{name}", f, cache) for name in names),
+            *((f"new_{name}", f, extents) for name, extents in caches.items()),
         ]
         graph = helper.make_graph(
             self.nodes,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .decoder import Shape, working
+from .export import Layers
 from .grids import BLOCK, GRIDS, Grid
 from .trim import Trim
 
@@ -101,9 +102,12 @@ class Student:
         fixed = {name: t.to(working(t.device)) for name, t in self.frozen.items()}
         return fixed | {name: p.rounded(self.grid) for name, p in self.parameters.items()}
 
-    def hidden(self) -> list[int]:
-        """The feed-forward width of each layer."""
-        return [self.parameters[f"blk.{i}.ffn_up.weight"].value.shape[0] for i in range(self.shape.layers)]
+    def layout(self) -> Layers:
+        """What its layers have, each."""
+        names, d = range(self.shape.layers), self.shape.head_dim
+        keys = [self.parameters.get(f"blk.{i}.attn_k.weight") for i in names]
+        hidden = [len(self.parameters[f"blk.{i}.ffn_up.weight"].value) for i in names]
+        return Layers(hidden, [0 if k is None else len(k.value) // d for k in keys])
 
     def state(self) -> dict[str, Any]:
         """Everything, as plain tensors and numbers, for `torch.save`."""

@@ -20,6 +20,7 @@ from .decoder import (
     Rotation,
     Shape,
     after,
+    attending,
     embed,
     feed_forward,
     head,
@@ -57,31 +58,39 @@ class Row:
 
 
 class Cache:
-    """Keys and values of every layer, [B, G, T, head_dim], filled one position at a time."""
+    """Keys and values of every layer that has attention, [B, G, T, head_dim], filled one position at a time."""
 
-    def __init__(self, shape: Shape, rows: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        extents = (rows, shape.kv_heads, length, shape.head_dim)
-        self.k = [torch.zeros(extents, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.v = [torch.zeros(extents, dtype=dtype, device=device) for _ in range(shape.layers)]
-        self.turns: list[Rotation] = rotations(shape, length, device)
+    def __init__(self, shape: Shape, w: Mapping[str, Tensor], rows: int, length: int) -> None:
+        table = w[EMBEDDING]
+        self.k, self.v = ({i: self._empty(shape, w, i, rows, length) for i in attending(shape, w)} for _ in "kv")
+        self.turns: list[Rotation] = rotations(shape, length, table.device)
+
+    @staticmethod
+    def _empty(shape: Shape, w: Mapping[str, Tensor], i: int, rows: int, length: int) -> Tensor:
+        heads = len(w[f"blk.{i}.attn_k.weight"]) // shape.head_dim
+        return w[EMBEDDING].new_zeros(rows, heads, length, shape.head_dim)
 
 
 def step(shape: Shape, w: Mapping[str, Tensor], cache: Cache, tokens: Tensor, at: int) -> Tensor:
     """Feed tokens [B] at position `at`; returns the logits for the next position, [B, V] float32."""
     x = embed(shape, w[EMBEDDING], tokens[:, None])
     for i in range(shape.layers):
-        p, turn = f"blk.{i}.", (cache.turns[i][0][at : at + 1], cache.turns[i][1][at : at + 1])
-        q, k, v = queries_keys_values(shape, w, i, norm(x, w[p + "attn_norm.weight"], shape.eps), turn)
-        cache.k[i][:, :, at : at + 1], cache.v[i][:, :, at : at + 1] = k, v
-        start = max(0, at + 1 - shape.window) if shape.local(i) else 0
-        q = q.reshape(
-            len(q), shape.kv_heads, -1, shape.head_dim
-        )  # [B, G, H / G, head_dim]: a group's queries share its keys
-        keys, values = cache.k[i][:, :, start : at + 1], cache.v[i][:, :, start : at + 1]
-        mixed = F.scaled_dot_product_attention(q, keys, values).flatten(1)[:, None]
-        x = x + after(w, p + "post_attention_norm.weight", linear(w, p + "attn_output", mixed), shape.eps)
+        if i in cache.k:
+            x = x + attention_step(shape, w, cache, i, x, at)
         x = x + feed_forward(shape, w, i, x)
     return F.linear(norm(x, w[LAST_NORM], shape.eps)[:, 0], head(w)).float()
+
+
+def attention_step(shape: Shape, w: Mapping[str, Tensor], cache: Cache, i: int, x: Tensor, at: int) -> Tensor:
+    """The attention branch of layer i at one position, without its residual. x: [B, 1, D]."""
+    p, turn = f"blk.{i}.", (cache.turns[i][0][at : at + 1], cache.turns[i][1][at : at + 1])
+    q, k, v = queries_keys_values(shape, w, i, norm(x, w[p + "attn_norm.weight"], shape.eps), turn)
+    cache.k[i][:, :, at : at + 1], cache.v[i][:, :, at : at + 1] = k, v
+    start = max(0, at + 1 - shape.window) if shape.local(i) else 0
+    q = q.reshape(len(q), k.shape[1], -1, shape.head_dim)  # [B, G, H / G, head_dim]: a group's queries share its keys
+    keys, values = cache.k[i][:, :, start : at + 1], cache.v[i][:, :, start : at + 1]
+    mixed = F.scaled_dot_product_attention(q, keys, values).flatten(1)[:, None]
+    return after(w, p + "post_attention_norm.weight", linear(w, p + "attn_output", mixed), shape.eps)
 
 
 @torch.no_grad()
@@ -99,7 +108,7 @@ def write(
     row of the head, where rows are not ids."""
     device = w[EMBEDDING].device
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    cache = Cache(shape, len(rows), length, device, w[EMBEDDING].dtype)
+    cache = Cache(shape, w, len(rows), length)
     for at in range(length - 1):
         for row in rows:
             if row.given:

@@ -41,6 +41,6 @@ class PlainOnnx:
             near = np.where(at[:, None] - at[None] < self._window, causal, -np.inf).astype(np.float32)
             feed["near"] = near.repeat(self._heads // self._groups, 0)
         for cache in self._caches:
-            feed[cache.name] = np.zeros((self._groups, n, cache.shape[2]), np.float32)
+            feed[cache.name] = np.zeros((cache.shape[0], n, cache.shape[2]), np.float32)
         (logits,) = self._session.run(["logits"], feed)
         return np.asarray(logits)

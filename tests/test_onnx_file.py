@@ -134,6 +134,10 @@ def says(key: str, value: str | None) -> Callable[[onnx.ModelProto], None]:
     return change
 
 
+HEADS = (
+    '{"layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "rows": 64, "context": 1024, "window": 0,'
+    ' "kv_heads_by_layer": [5]}'
+)
 HUGE = '{"layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "rows": 99999999999, "context": 1024, "window": 0}'
 
 
@@ -161,6 +165,7 @@ HUGE = '{"layers": 1, "heads": 4, "kv_heads": 4, "head_dim": 16, "rows": 9999999
         (says("paceline.layout", None), "does not describe itself"),
         (says("paceline.layout", "[" * 100_000), "does not describe itself"),
         (says("paceline.layout", HUGE), "states rows = 99999999999"),
+        (says("paceline.layout", HEADS), r"states \(5,\) heads of keys for 1 layers"),
         (says("paceline.target_fingerprint", None), "does not describe itself"),
         (says("paceline.token_map", '[1, "x"]'), "not lists of integers"),
     ],

@@ -48,7 +48,7 @@ def test_one_position_at_a_time_equals_the_whole(tiny: Path) -> None:
     tokens = torch.randint(0, 200, (3, 20))
     whole = decoder.hidden(target.shape, w, decoder.embed(target.shape, w[decoder.EMBEDDING], tokens))
     expected = (whole @ decoder.head(w).T).float()
-    cache = Cache(target.shape, 3, 20, torch.device("cpu"), torch.bfloat16)
+    cache = Cache(target.shape, w, 3, 20)
     for at in range(20):
         got = step(target.shape, w, cache, tokens[:, at], at)
         assert (got - expected[:, at]).abs().max() < 0.05 * expected.abs().max()
