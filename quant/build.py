@@ -219,12 +219,12 @@ def entries(student: Student, shape: Shape) -> Iterator[Entry]:
     """A student's tensors for `write_draft`, rows back in the order of the architecture's GGUF files. shape: the target's."""
     turn = student.architecture == "llama" and not student.shape.interleaved
     for name, w in student.frozen.items():
-        yield name, Packed(affine.q4_k(w.cpu().numpy()), "Q4_K") if name.startswith("blk.") else rounded(w, Q8_0)
+        yield name, Packed(affine.q4_k(w.cpu().numpy()), "Q4_K") if name.startswith("blk.") else rounded(w.cpu(), Q8_0)
     for name, p in student.parameters.items():
         if p.base is None:
-            yield name, p.value
+            yield name, p.value.cpu()
             continue
-        value, d = p.value, p.scales()
+        value, d = p.value.cpu(), p.scales().cpu()
         if turn and (".attn_q." in name or ".attn_k." in name):
             value, d = neighbours(value, shape.head_dim), neighbours(d, shape.head_dim)
         yield name, Rounded(value, d, student.grid)

@@ -74,7 +74,7 @@ def build(
 @app.command()
 def distill(
     target: Annotated[Path, typer.Option(help="The target: a .gguf file or a Hugging Face folder.")],
-    draft: Annotated[Path, typer.Option(help="Draft folder; made by `build --rounding corrected`, trained in place.")],
+    draft: Annotated[Path, typer.Option(help="Draft folder in Q4_0 or IQ4_NL; trained in place.")],
     minutes: Annotated[float, typer.Option(help="Training time in all, earlier runs included.")] = 60.0,
     resume: Annotated[bool, typer.Option(help="Go on from the folder's checkpoint.")] = True,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -100,7 +100,7 @@ def distill(
 @app.command()
 def thin(
     target: Annotated[Path, typer.Option(help="The target: a .gguf file or a Hugging Face folder.")],
-    draft: Annotated[Path, typer.Option(help="Draft folder that has a checkpoint; changed in place.")],
+    draft: Annotated[Path, typer.Option(help="Draft folder; changed in place.")],
     heads: Annotated[int, typer.Option(help="Heads of keys and values to keep, in all layers together.")],
     conversations: Annotated[
         int, typer.Option(help="Own conversations at hand; written where fewer are cached.")

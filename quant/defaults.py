@@ -86,6 +86,7 @@ def make(
     conversations: int = CONVERSATIONS,
     prompts: Path | None = None,
     say: Callable[[str], object] = print,
+    device: str = "cpu",
 ) -> Path:
     """Build, train, measure and pack the draft `name` in `work`, going on where it stopped; returns the folder to ship.
 
@@ -101,35 +102,28 @@ def make(
         say(f"built in {report['seconds']} s, {report['bytes']:,} bytes")
     wanted = recipe.minutes if minutes is None else minutes
     if wanted > 0:
-        train(recipe, target, out, wanted, conversations, cache, say)
+        train(recipe, target, out, schooling.Options(wanted, recipe.rate, True, device, conversations), cache, say)
     if prompts is not None:
         say(measure.table(measure.evaluate(target, out, prompts, measure.Options(), work / "traces")))
     return pack(name, target, out, work / "ship" / name)
 
 
 def train(
-    recipe: Shipped,
-    target: Path,
-    out: Path,
-    minutes: float,
-    conversations: int,
-    cache: Path,
-    say: Callable[[str], object],
+    recipe: Shipped, target: Path, out: Path, options: schooling.Options, cache: Path, say: Callable[[str], object]
 ) -> None:
-    """Train the draft in `out` for `minutes` in all, and leave heads out of it on the way where the recipe says so."""
+    """Train the draft in `out` for the options' minutes in all, and leave heads out of it on the way where the recipe says so."""
 
-    def on(minutes: float) -> None:
-        options = schooling.Options(minutes, recipe.rate, conversations=conversations)
-        say(json.dumps(schooling.distil(target, out, options, cache=cache, say=say)))
+    def on(share: float) -> None:
+        part = replace(options, minutes=share * options.minutes)
+        say(json.dumps(schooling.distil(target, out, part, cache=cache, say=say)))
 
     if recipe.heads is None:
-        on(minutes)
+        on(1.0)
         return
     if "thinned" not in folder.read_card(out).recipe:
-        on(minutes * WHOLE)
-        options = thin.Options(recipe.heads, conversations)
-        say(json.dumps(thin.thin(target, out, options, cache=cache)))
-    on(minutes * (1 - WHOLE))
+        on(WHOLE)
+        say(json.dumps(thin.thin(target, out, thin.Options(recipe.heads, options.conversations), cache=cache)))
+    on(1 - WHOLE)
 
 
 def pack(name: str, target: Path, draft: Path, ship: Path) -> Path:
@@ -152,10 +146,14 @@ def main() -> None:
     parser.add_argument("work", type=Path, help="folder where everything is kept and taken up again")
     parser.add_argument("--minutes", type=float, help="training time in all; 0 for rounding alone")
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS, help="own text to learn from")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where it is trained")
     parser.add_argument("--prompts", type=Path, help="held-out prompts to measure along")
     given = parser.parse_args()
     try:
-        print(make(given.name, given.target, given.work, given.minutes, given.conversations, given.prompts))
+        made = make(
+            given.name, given.target, given.work, given.minutes, given.conversations, given.prompts, device=given.device
+        )
+        print(made)
     except PacelineError as error:
         sys.exit(str(error))
 

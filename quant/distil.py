@@ -121,7 +121,7 @@ class Trainer:
             return total.div_(count)
 
         gradients = list(self._pool.map(summed, range(len(names))))
-        size = math.sqrt(sum(float(g.pow(2).sum()) for g in gradients))
+        size = float(torch.nn.utils.get_total_norm(gradients))
         if not math.isfinite(size):
             raise RecipeError(
                 "Training diverged (a gradient is not finite); resume from the checkpoint with a lower --rate."
@@ -161,7 +161,7 @@ def save(path: Path, student: Student, place: Place) -> None:
 def load(path: Path, frozen: Callable[[str, Tensor, list[int]], Tensor]) -> tuple[Student, Place]:
     """A checkpoint; frozen(name, ids of rows, layers) gives the matrices that are not in it. Raises `WeightsError`."""
     try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         if state["format"] != FORMAT:
             raise ValueError(f"its format is {state['format']!r}")
         place = Place(**state["place"])

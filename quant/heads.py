@@ -34,14 +34,15 @@ def worth(student: Student, text: OwnText, chosen: Sequence[int]) -> list[Tensor
     span = student.shape.heads // student.shape.kv_heads * student.shape.head_dim
     w = student.weights()
     outs = {i: w[f"blk.{i}.attn_output.weight"].requires_grad_() for i, n in enumerate(student.layout().kv_heads) if n}
-    row = student.trim.row_or_none(len(student.trim.to_row))
+    device = student.trim.to_row.device
+    row = student.trim.row_or_none(len(student.trim.to_row)).to(device)
     found = [torch.zeros(n) for n in student.layout().kv_heads]
     for group in text.batches(np.array(chosen), TOKENS):
-        batch = text.batch(group)
+        batch = text.batch(group).to(device)
         loss = divergence(logits(student.shape, w, student.trim, batch), row[batch.top], batch.logp)
         slopes = torch.autograd.grad(loss, list(outs.values()))
         for (i, out), slope in zip(outs.items(), slopes, strict=True):
-            found[i] += (out.detach() * slope).sum(0).view(-1, span).sum(1).pow(2)
+            found[i] += (out.detach() * slope).float().sum(0).view(-1, span).sum(1).pow(2).cpu()
     return found
 
 

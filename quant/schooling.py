@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paceline.kernels.gguf_file import GgufFile
 
 from . import distil as distilling
 from . import folder, store
 from . import text as own_text
+from .begin import student_of
 from .build import frozen_tensor
-from .errors import DraftError
+from .errors import DraftError, RecipeError
 from .factory import CHECKPOINT, card, split, write_student
 from .refresh import on_policy
 from .report import picture
@@ -42,15 +44,31 @@ class Options:
     conversations: int = 1200
 
 
-def checkpoint_of(target: Target, out: Path) -> Path:
-    """The checkpoint in a draft folder, after checking that the folder is this target's. Raises `DraftError`."""
-    checkpoint = out / CHECKPOINT
-    if not checkpoint.exists():
-        raise DraftError(f"{out} has no {CHECKPOINT}: make it with `paceline draft build --rounding corrected` first.")
-    stated = folder.read_card(out).target
-    if stated["fingerprint"] != vocabulary(target).fingerprint:
-        raise DraftError(f"{out} is a draft for {stated['name']}, not for {target.name}: their tokens differ.")
-    return checkpoint
+def device_named(name: str) -> torch.device:
+    """cpu, or cuda where there is one. Raises `RecipeError`."""
+    if name.split(":")[0] not in ("cpu", "cuda"):
+        raise RecipeError(f"--device is cpu or cuda, not {name!r}.")
+    if name != "cpu" and not torch.cuda.is_available():
+        raise RecipeError("torch sees no CUDA device here: train with --device cpu, or install torch with CUDA.")
+    return torch.device(name)
+
+
+def begun(target: Target, out: Path) -> tuple[Student, distilling.Place]:
+    """The draft in the folder `out` where its training stands: its checkpoint, or its file where it has none.
+
+    Raises `DraftError` unless it is this target's, and `RecipeError` where it cannot be trained.
+    """
+    card = folder.read_card(out)
+    if card.target["fingerprint"] != vocabulary(target).fingerprint:
+        raise DraftError(f"{out} is a draft for {card.target['name']}, not for {target.name}: their tokens differ.")
+    if (out / CHECKPOINT).exists():
+        return load(out / CHECKPOINT, target)
+    if not (out / folder.DRAFT).exists():
+        raise DraftError(
+            f"{out} has neither {CHECKPOINT} nor {folder.DRAFT}: make it with `paceline draft build` first."
+        )
+    layers = card.recipe.get("layers", list(range(target.shape.layers)))
+    return student_of(GgufFile(out / folder.DRAFT), target, layers), distilling.Place()
 
 
 def distil(
@@ -68,15 +86,13 @@ def distil(
     Writes checkpoint, draft.gguf, draft.json and training.svg every few minutes, each in one step; the folder holds the best
     draft so far, the checkpoint the latest state.
     """
-    target = open_target(source)
-    checkpoint = checkpoint_of(target, out)
-    device = torch.device(options.device)
+    device, target = device_named(options.device), open_target(source)
+    student, place = begun(target, out)
     if text_file is not None:
         text = own_text.load(text_file)
     else:
         text = store.text(target, source, options.conversations, prompts, cache, device, progress=step)
     train, held = split(text)
-    student, place = load(checkpoint, target)
     if not options.resume:
         place = distilling.Place()
     pace = distilling.Pace(rate=options.rate, **({"workers": 1, "tokens": 16_384} if device.type == "cuda" else {}))

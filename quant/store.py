@@ -18,6 +18,7 @@ from .traces import read_prompts
 from .writer import openings, write
 
 ROWS, LENGTH = 96, 320  # conversations a writing, tokens each
+ROWS_ON_GPU = 1024
 
 
 def folder(target: Target, prompts: Path | None = None, root: Path | None = None) -> Path:
@@ -47,7 +48,7 @@ def text(
     prompts: Path | None = None,
     root: Path | None = None,
     device: torch.device | None = None,
-    rows: int = ROWS,
+    rows: int | None = None,
     length: int = LENGTH,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> OwnText:
@@ -56,6 +57,7 @@ def text(
     kept = [own_text.load(p) for p in own_text.shards(where)]
     have = sum(len(t) for t in kept)
     if have < conversations:
+        rows = rows or (ROWS if device is None or device.type == "cpu" else ROWS_ON_GPU)
         kept += _written(
             target, source, where, conversations - have, len(kept), prompts, device, rows, length, progress
         )

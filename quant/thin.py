@@ -1,4 +1,4 @@
-"""`paceline draft thin` as a function: leave heads out of a draft that has a checkpoint, and let training go on without them."""
+"""`paceline draft thin` as a function: leave heads out of a draft, and let training go on without them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from . import distil, folder, heads, store
 from . import text as own_text
 from .errors import RecipeError
-from .factory import card, split, write_student
-from .schooling import checkpoint_of, load
+from .factory import CHECKPOINT, card, split, write_student
+from .schooling import begun
 from .target import open_target
 
 ALONG = 24  # conversations that the worth of a head is taken along
@@ -40,7 +40,7 @@ def thin(
     Returns what is left, and the held-out agreement before and after. Raises `DraftError`, `RecipeError`, `WeightsError`.
     """
     target = open_target(source)
-    checkpoint = checkpoint_of(target, out)
+    student, place = begun(target, out)
     if target.architecture != "llama":
         raise RecipeError(
             f"{target.name} is of the family {target.architecture}; heads can be left out of Llama drafts alone,"
@@ -51,7 +51,6 @@ def thin(
     else:
         text = store.text(target, source, options.conversations, root=cache, progress=step)
     train, held = split(text)
-    student, place = load(checkpoint, target)
 
     def agreement() -> float:
         trainer = distil.Trainer(student, text, train, distil.Pace())
@@ -62,7 +61,7 @@ def thin(
     before = agreement()
     chosen = np.random.default_rng(0).permutation(train)[:ALONG]
     heads.thin(student, options.heads, text, chosen.tolist(), step)
-    distil.save(checkpoint, student, distil.Place(step=place.step, seen=place.seen))
+    distil.save(out / CHECKPOINT, student, distil.Place(step=place.step, seen=place.seen))
     write_student(student, target, out / folder.DRAFT)
     result = {
         "heads_by_layer": student.layout().kv_heads,

@@ -23,8 +23,8 @@ class Trim:
 
     def row_or_none(self, vocabulary: int) -> Tensor:
         """[V]: the row of each target id, -1 where it has none of its own."""
-        own = torch.full((vocabulary,), -1)
-        own[self.to_target] = torch.arange(len(self.to_target))
+        own = torch.full((vocabulary,), -1, device=self.to_target.device)
+        own[self.to_target] = torch.arange(len(self.to_target), device=own.device)
         return own
 
 

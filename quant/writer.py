@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .decoder import (
@@ -53,8 +54,12 @@ class Row:
     temperature: float
     tokens: list[int] = field(default_factory=list)
     answer: int = 0  # where the answer begins, 0 while the user speaks
-    top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     done: bool = False
+
+    @property
+    def heat(self) -> float:
+        """The temperature of its next token."""
+        return self.temperature if self.answer else 1.0
 
 
 class Cache:
@@ -108,7 +113,7 @@ def write(
     row of the head, where rows are not ids."""
     device = w[EMBEDDING].device
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    cache = Cache(shape, w, len(rows), length)
+    cache, likeliest = Cache(shape, w, len(rows), length), Likeliest()
     for at in range(length - 1):
         for row in rows:
             if row.given:
@@ -116,31 +121,42 @@ def write(
         if all(row.done for row in rows):
             break
         tokens = torch.tensor([row.tokens[at] if at < len(row.tokens) else 0 for row in rows], device=device)
-        logp = torch.log_softmax(step(shape, w, cache, tokens, at), -1)
-        best = logp.topk(max(TOP, USER_CHOICES))
-        values = best.values.cpu()
+        best = torch.log_softmax(step(shape, w, cache, tokens, at), -1).topk(max(TOP, USER_CHOICES))
+        logp = best.values.cpu()
         ids = (best.indices if to_target is None else to_target[best.indices]).cpu()
-        for b, row in enumerate(rows):
+        likeliest.append(ids, logp)
+        places = chosen(logp, torch.tensor([row.heat for row in rows]), generator)
+        for row, token in zip(rows, ids.gather(1, places[:, None])[:, 0].tolist(), strict=True):
             if not row.done and not row.given:
-                advance(row, ids[b], values[b], chat, generator, length // 3)
+                advance(row, token, chat, length // 3)
         progress(at + 1, length - 1)
-    return collected(rows)
+    return collected(rows, likeliest)
 
 
-def advance(row: Row, ids: Tensor, logp: Tensor, chat: Chat, generator: torch.Generator, patience: int) -> None:
-    """Choose the row's next token from its likeliest ids [24] and their log-probabilities.
+class Likeliest:
+    """The likeliest ids after each position of every row, and their log-probabilities: a list of [B, 16] each."""
+
+    def __init__(self) -> None:
+        self.ids: list[NDArray[np.int32]] = []
+        self.logp: list[NDArray[np.float16]] = []
+
+    def append(self, ids: Tensor, logp: Tensor) -> None:
+        self.ids.append(ids[:, :TOP].numpy().astype(np.int32))
+        self.logp.append(logp[:, :TOP].numpy().astype(np.float16))
+
+
+def chosen(logp: Tensor, heat: Tensor, generator: torch.Generator) -> Tensor:
+    """Which of its likeliest tokens [B, 24] each row takes, [B]: drawn at its temperature [B], the first at 0."""
+    share = torch.softmax(logp[:, :USER_CHOICES] / heat.clamp(min=1e-3)[:, None], 1)
+    return torch.where(heat > 0, torch.multinomial(share, 1, generator=generator)[:, 0], 0)
+
+
+def advance(row: Row, token: int, chat: Chat, patience: int) -> None:
+    """Give the row the token that was chosen for it.
 
     A user's turn that has not ended after `patience` tokens is cut there.
     """
     user = row.answer == 0
-    if not user:
-        row.top.append((ids[:TOP].numpy().copy(), logp[:TOP].numpy().copy()))
-    temperature = 1.0 if user else row.temperature
-    if temperature == 0:
-        choice = 0
-    else:
-        choice = int(torch.multinomial(torch.softmax(logp[:USER_CHOICES] / temperature, 0), 1, generator=generator))
-    token = int(ids[choice])
     if user and (token in chat.ends or len(row.tokens) >= patience + len(chat.opening)):
         row.given = list(chat.reply)
         row.answer = len(row.tokens) + len(chat.reply)
@@ -149,19 +165,21 @@ def advance(row: Row, ids: Tensor, logp: Tensor, chat: Chat, generator: torch.Ge
     row.done = not user and token in chat.ends
 
 
-def collected(rows: Sequence[Row]) -> OwnText:
+def collected(rows: Sequence[Row], likeliest: Likeliest) -> OwnText:
     """The conversations whose answers have at least eight tokens, as training text."""
-    kept = [row for row in rows if row.answer and len(row.tokens) - row.answer >= 8]
-    answers = [len(r.tokens) - r.answer for r in kept]
-    tops = [pair for r, n in zip(kept, answers, strict=True) for pair in r.top[:n]]
-    empty = np.zeros((0, TOP))
+    kept = [(b, row) for b, row in enumerate(rows) if row.answer and len(row.tokens) - row.answer >= 8]
+    answers = [len(r.tokens) - r.answer for _, r in kept]
+    # The token at a position was chosen among the likeliest after the one before it.
+    spans = [(b, at - 1) for b, r in kept for at in range(r.answer, len(r.tokens))]
+    ids = [likeliest.ids[at][b] for b, at in spans]
+    logp = [likeliest.logp[at][b] for b, at in spans]
     return OwnText(
-        toks=np.array([t for r in kept for t in r.tokens], np.int32),
-        lens=np.array([len(r.tokens) for r in kept], np.int64),
-        rs=np.array([r.answer for r in kept], np.int64),
+        toks=np.array([t for _, r in kept for t in r.tokens], np.int32),
+        lens=np.array([len(r.tokens) for _, r in kept], np.int64),
+        rs=np.array([r.answer for _, r in kept], np.int64),
         nl=np.array(answers, np.int64),
-        ti=np.array([t[0] for t in tops] or empty).astype(np.int32),
-        tv=np.array([t[1] for t in tops] or empty).astype(np.float16),
+        ti=np.array(ids).reshape(-1, TOP).astype(np.int32),
+        tv=np.array(logp).reshape(-1, TOP).astype(np.float16),
     )
 
 

@@ -160,10 +160,7 @@ def test_a_draft_is_thinned_and_trained_on(tiny: Path, tmp_path: Path) -> None:
 
 def test_families_that_llama_cpp_cannot_run_so_are_refused(tmp_path: Path) -> None:
     target = write_folder(tmp_path / "target", "qwen3")
-    (tmp_path / "draft").mkdir()
-    made = open_target(target)
-    folder.write_card(tmp_path / "draft", factory.card(made, "draft", {}))
-    (tmp_path / "draft" / factory.CHECKPOINT).write_bytes(b"never read")
+    factory.build(target, tmp_path / "draft", factory.Options(quant="q4_0", rounding="plain"))
     done = CliRunner().invoke(
         app, ["thin", "--target", str(target), "--draft", str(tmp_path / "draft"), "--heads", "1"]
     )
