@@ -129,6 +129,7 @@ class Agent:
             self.clock(),
             one_way=lambda: self.link.round_trip.seconds / 2,
             row_seconds=lambda: self.drafter.cost(1),
+            more_seconds=self.drafter.more_seconds,
             rounds=self.policy.new_rounds(),
             fan_out=self.policy.candidates,
             thrift=self.policy.thrift / 100,

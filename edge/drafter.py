@@ -53,6 +53,10 @@ class Drafter:
         """There is something new to draft, or to tell the draft."""
         self._wake.set()
 
+    def more_seconds(self) -> float:
+        """What a further row of a step costs, in the mean over the first half of the rows that it may have."""
+        return (self.cost(MAX_ROWS // 2) - self.cost(1)) / (MAX_ROWS // 2 - 1)
+
     # ---- what the draft hears of
 
     def open(self, generation: Generation) -> None:

@@ -11,12 +11,12 @@ from paceline.edge.drawing import FAN_OUT, Drawing
 from paceline.edge.planner import (
     DRAWN,
     IDLE,
-    LEAST,
     MARGIN,
-    SENT,
     THRIFTY_IDLE,
+    Bar,
     Horizon,
     Switch,
+    bar,
     patience,
     to_run,
     to_send,
@@ -68,6 +68,7 @@ class Generation:
     horizon: Horizon = field(default_factory=Horizon)
     one_way: Callable[[], float] = lambda: 0.0  # seconds that a message takes to the cloud
     row_seconds: Callable[[], float] = lambda: 0.0  # seconds of a draft step over one row
+    more_seconds: Callable[[], float] = lambda: math.inf  # seconds that a further row adds to it
     rounds: Rounds | None = None
     fan_out: int = 8  # candidates of a row that become nodes, at most
     thrift: float = 0.0  # chance to become text that a row must have to be run; 0: any that helps
@@ -154,6 +155,11 @@ class Generation:
 
     # ---- what the draft says
 
+    @property
+    def bar(self) -> Bar:
+        """How useful a node must be to be run, and to be sent."""
+        return bar(self.more_seconds(), self.horizon.step)
+
     def rows(self, count: int, now: float) -> list[tuple[float, int]]:
         """(log-usefulness, node) of the nodes to run next, best first."""
         if len(self.session.tree) + NODES_LEFT > self.live_limit:
@@ -166,9 +172,10 @@ class Generation:
         frontier: Collection[int] = self.frontier
         if self.thrift:
             frontier = [n for n in frontier if tree.reach(n) >= math.log(self.thrift)]
-        found = to_run(tree, self.horizon, frontier, now + step + self.one_way(), step, count)
+        least = self.bar.run
+        found = to_run(tree, self.horizon, frontier, now + step + self.one_way(), step, count, least)
         if not found and now - self.ran_at > (THRIFTY_IDLE if self.thrift else IDLE):
-            found = [(LEAST, max(self.frontier, key=lambda n: (tree.reach(n), -n)))]
+            found = [(least, max(self.frontier, key=lambda n: (tree.reach(n), -n)))]
         if found:
             self.ran_at = now
         return found
@@ -234,7 +241,7 @@ class Generation:
     def _repeat(self, node: int, repeats: Repeats) -> None:
         """Where the text repeats itself after `node`, its next tokens join the tree without having been run."""
         tree = self.session.tree
-        path = [tree.token(n) for n in tree.path(node)]
+        path, least = [tree.token(n) for n in tree.path(node)], self.bar.send
         for _ in range(REPEATED):
             found = repeats.next(path)
             if found is None or tree.position(node) + 2 >= self.session.max_tokens:
@@ -246,7 +253,7 @@ class Generation:
                     return  # the draft knows better: it was run, and this is not among its candidates
                 child = tree.add(node, token, math.log(chance))
                 self.unsent.add(child)
-            if token in self.session.stop_ids or tree.reach(child) < SENT:
+            if token in self.session.stop_ids or tree.reach(child) < least:
                 return
             node = child
             path.append(token)
@@ -264,7 +271,8 @@ class Generation:
             return []
         tree = self.session.tree
         ready: dict[int, None] = {}
-        for node in to_send(tree, self.horizon, sorted(self.unsent), arrival, DRAWN if self.draws else SENT):
+        least = DRAWN if self.draws else self.bar.send
+        for node in to_send(tree, self.horizon, sorted(self.unsent), arrival, least):
             chain = tree.path(node)  # a late ancestor is sent for the sake of what hangs on it
             ready.update(dict.fromkeys(n for n in chain if n in self.unsent))
         return self._send(self.session.whole(ready), arrival)

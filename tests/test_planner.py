@@ -5,7 +5,7 @@ import random
 
 import pytest
 from paceline.edge import planner
-from paceline.edge.planner import Horizon, Switch, late, patience, to_run, to_send
+from paceline.edge.planner import LEAST, RAREST, Horizon, Switch, bar, late, patience, to_run, to_send
 from paceline.protocol.cost import Patience
 from paceline.protocol.tree import Tree
 
@@ -47,11 +47,25 @@ def test_a_deep_node_in_time_goes_before_a_likelier_one_that_is_late() -> None:
     for token in range(6):
         chain = tree.add(chain, token, math.log(0.9))
     aside = tree.add(tree.root, 99, math.log(0.6))
-    rows = to_run(tree, horizon, [chain, aside], at=0.1, step=0.005, count=2)
+    low = math.log(0.01)
+    rows = to_run(tree, horizon, [chain, aside], at=0.1, step=0.005, count=2, least=low)
     assert [node for _, node in rows] == [chain, aside]
-    assert to_run(tree, horizon, [aside], at=0.1, step=0.04, count=2) == []  # drafting is slower than the cloud
-    assert to_send(tree, horizon, [aside], at=10.0) == []  # it would come far too late
-    assert to_send(tree, horizon, [aside], at=0.0) == [aside]
+    assert (
+        to_run(tree, horizon, [aside], at=0.1, step=0.04, count=2, least=low) == []
+    )  # drafting is slower than the cloud
+    assert to_send(tree, horizon, [aside], at=10.0, least=low) == []  # it would come far too late
+    assert to_send(tree, horizon, [aside], at=0.0, least=low) == [aside]
+    assert to_send(tree, horizon, [aside], at=0.0, least=math.log(0.7)) == []  # it is not worth its bytes
+
+
+def test_the_cheaper_a_row_the_less_useful_it_may_be() -> None:
+    assert bar(math.inf, 0.03) == bar(0.001, 0.0) == bar(0.0005, 0.03)  # a small GPU; nothing known; no free rows
+    assert math.exp(bar(0.0005, 0.03).run) == pytest.approx(LEAST)
+    runs = [bar(more, 0.03).run for more in (0.0003, 0.0001, 0.00005, 0.0)]
+    assert runs == sorted(runs, reverse=True)
+    assert len(set(runs)) == 4
+    assert math.exp(runs[-1]) == pytest.approx(RAREST)
+    assert all(bar(more, 0.03).send > bar(more, 0.03).run for more in (1.0, 0.0))
 
 
 def test_messages_wait_for_the_clouds_next_step_and_no_longer() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from paceline.edge.agent import ACK_EVERY
 from paceline.edge.drafter import MAX_ROWS
 from paceline.edge.generation import NODES_LEFT, STREAMED
-from paceline.edge.planner import LEAST, MARGIN, SENT, Horizon, Switch, patience, to_run, to_send
+from paceline.edge.planner import MARGIN, Horizon, Switch, bar, patience, to_run, to_send
 from paceline.edge.rounds import NEXT_CHANCE
 from paceline.protocol.channel import ChannelClosed
 from paceline.protocol.codec import decode_from_cloud, encode
@@ -149,7 +149,8 @@ class CrowdEdge:
         if len(tree) + NODES_LEFT > NODES:
             return
         at = self._loop.time() + row + self._one_way
-        found = to_run(tree, self._horizon, self._worth(self._frontier, LEAST), at, row, MAX_ROWS)
+        least = bar(self._cost.more, self._horizon.step).run
+        found = to_run(tree, self._horizon, self._worth(self._frontier, least), at, row, MAX_ROWS, least)
         if not found:
             self._send_nodes()
             return
@@ -194,7 +195,8 @@ class CrowdEdge:
         if wait and not self._horizon.starts_between(arrival - MARGIN, arrival + wait + MARGIN):
             return
         ready: dict[int, None] = {}
-        for node in to_send(tree, self._horizon, sorted(self._worth(self._unsent, SENT)), arrival):
+        least = bar(self._cost.more, self._horizon.step).send
+        for node in to_send(tree, self._horizon, sorted(self._worth(self._unsent, least)), arrival, least):
             ready.update(dict.fromkeys(n for n in tree.path(node) if n in self._unsent))
         if not ready:
             return
