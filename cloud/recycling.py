@@ -7,41 +7,61 @@ alone that go along. The nearest places go first, each as a chain of its own.
 """
 
 from collections.abc import Container, Sequence
+from itertools import accumulate
 
-from paceline.cloud.backup import Record
-
-LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first
-GOES_ON = 0.6  # chance that what then followed there follows here too
+LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first, before any was seen
+GOES_ON = 0.6  # the same that what then followed there follows here too
+WEIGHT, MEMORY = 8.0, 0.995  # how many outcomes these stand for; what an outcome leaves of the earlier ones
 FAINT = 0.006  # what is reached less often is not offered
-NODE = 1e-5  # seconds that a node offered takes of everybody's time, about, whatever becomes of it
-LITTLE = 1e-9  # the least trust, so that a chance has a logarithm
+NODE = 3e-5  # seconds that a node offered takes of everybody's time on a slow core, about, whatever becomes of it
+LEAST, MOST = 1e-4, 0.95  # of a chance
+
+
+class Chance:
+    """How often something has come true lately."""
+
+    def __init__(self, before: float) -> None:
+        """`before`: the chance to reckon with before any outcome."""
+        self._true, self._asked = before * WEIGHT, WEIGHT
+
+    @property
+    def value(self) -> float:
+        return min(max(self._true / self._asked, LEAST), MOST)
+
+    def learn(self, true: bool) -> None:
+        self._true, self._asked = MEMORY * self._true + true, MEMORY * self._asked + 1
 
 
 class Recycling:
-    """How far it is believed: `record` holds what became of the nodes that were offered."""
+    """How likely what was drafted elsewhere fits: learnt from what became of the nodes that were offered."""
 
     def __init__(self) -> None:
-        self.record = Record()
+        self._leads, self._on = [Chance(chance) for chance in LEADS], Chance(GOES_ON)
 
     @property
     def chances(self) -> list[float]:
-        """Of what followed a token elsewhere, the nearest place first."""
-        trust = max(self.record.trust, LITTLE)
-        return [trust * lead for lead in LEADS]
+        """Of what followed a token elsewhere, the nearest place first; falling."""
+        return list(accumulate((lead.value for lead in self._leads), min))
 
     @property
     def goes_on(self) -> float:
         """The chance that what followed there follows here too."""
-        return max(self.record.trust, LITTLE) * GOES_ON
+        return self._on.value
 
     def least(self, tokens: float, seconds: float) -> float:
         """What is reached less often is not offered in a step of `seconds` that brings `tokens` anyway: it would not pay."""
         return max(FAINT, NODE * tokens / seconds)
 
-    def learn(
-        self, chains: Sequence[Sequence[tuple[int, float]]], parents: Sequence[int], walked: Container[int]
-    ) -> None:
-        """What became of chains in a plan with these `parents`: (place, chance) of each node, and the places that were walked."""
-        for chain in chains:
-            if chain and ((above := parents[chain[0][0]]) < 0 or above in walked):  # else nobody asked it
-                self.record.learn([place in walked for place, _ in chain], [chance for _, chance in chain])
+    def learn(self, chains: Sequence[Sequence[int]], parents: Sequence[int], walked: Container[int]) -> None:
+        """What became of a session's chains (the place of each node), the nearest place's first, in a plan with these `parents`.
+
+        walked: places that the target walked.
+        """
+        for lead, chain in zip(self._leads, chains, strict=False):
+            if not chain or ((above := parents[chain[0]]) >= 0 and above not in walked):
+                continue  # nobody asked it
+            lead.learn(taken := chain[0] in walked)
+            for place in chain[1:]:
+                if not taken:
+                    break
+                self._on.learn(taken := place in walked)

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.cloud.backup import LONGEST
 from paceline.cloud.recycling import LEADS, Recycling
 from paceline.protocol.cloud_session import CloudSession, Plan
+from paceline.protocol.followers import Followers
 from paceline.protocol.tree import depth_first
 
 NOWHERE = -1  # the id of a node that is in no tree
@@ -43,7 +44,9 @@ class Part:
         self.tokens: list[int] = []
         self.parents: list[int] = []  # places in these lists; -1: the root
         self.gain = 0.0  # what the edge's nodes count, together
-        self.recycled: list[list[tuple[int, float]]] = []  # chains that were drafted here: (place, chance) of each node
+        self.recycled: list[
+            list[int]
+        ] = []  # chains that were drafted here, the nearest place's first: places of their nodes
         self.main = -1  # place of the last node on the likeliest chain
         self.deepest = session.deepest
         self.first, self.token, self.position, self.weight, self.children = session.tree.columns()
@@ -74,7 +77,7 @@ class Part:
             place[old] = new
         self.nodes, self.tokens = [self.nodes[i] for i in order], [self.tokens[i] for i in order]
         self.parents = [place[self.parents[i]] for i in order]
-        self.recycled = [[(place[i], chance) for i, chance in chain] for chain in self.recycled]
+        self.recycled = [[place[i] for i in chain] for chain in self.recycled]
 
 
 def choose(
@@ -107,10 +110,8 @@ class _Selection:
     def __init__(self, parts: Sequence[Part], recycling: Recycling | None) -> None:
         self.parts = parts
         self.heap: list[Entry] = []
-        self._chances = recycling.chances if recycling is not None else ()
-        self._leads = [math.log(chance) for chance in self._chances]
-        self._on = recycling.goes_on if recycling is not None else 1.0
-        self._log_on = math.log(self._on)
+        self._leads = [math.log(chance) for chance in recycling.chances] if recycling is not None else []
+        self._log_on = math.log(recycling.goes_on) if recycling is not None else 0.0
         for number, part in enumerate(parts):
             root = part.session.tree.root
             if not (below := part.children[root - part.first]):
@@ -157,26 +158,27 @@ class _Selection:
         (None: not thought of yet), what its parent counts. In that of what continues it: its own token, and what is taken of
         its chain.
         """
-        minus, number, key, token, position, above, ideas, counts = entry
+        minus, number, key, token, position, above, chain, counts = entry
         part = self.parts[number]
-        followers, stops = part.session.intake.followers, part.session.stop_ids
+        session = part.session
+        followers, stops = session.intake.followers, session.stop_ids
         if key < ON:
-            if ideas is None:
-                ideas = [t for t in followers.likely(position - 1, token, len(self._leads)) if t not in stops]
-                if not ideas:
+            if chain is None:
+                chain = self._ideas(part, followers, position - 1, token, counts)
+                if not chain:
                     return False
-            lead = key - LEAD
-            if lead + 1 < len(ideas) and (further := counts + self._leads[lead + 1]) >= part.faintest:
-                heappush(self.heap, (-further, number, key + 1, token, position, above, ideas, counts))
-            token, chance, key, chain = ideas[lead], self._chances[lead], ON + lead, list[tuple[int, float]]()
+            lead, ideas = key - LEAD, chain
+            if lead + 1 < len(ideas):
+                heappush(
+                    self.heap, (-counts - self._leads[lead + 1], number, key + 1, token, position, above, ideas, counts)
+                )
+            token, key, chain = ideas[lead], ON + lead, list[int]()
             part.recycled.append(chain)
-        else:
-            chance, chain = self._on, ideas
         at = len(part.nodes)
         part.nodes.append(NOWHERE)
         part.tokens.append(token)
         part.parents.append(above)
-        chain.append((at, chance))
+        chain.append(at)
         if (
             (counts := self._log_on - minus) >= part.faintest
             and (position := position + 1) < part.deepest
@@ -186,3 +188,13 @@ class _Selection:
         ):
             heappush(self.heap, (-counts, number, key, after, position, at, chain, counts))
         return True
+
+    def _ideas(self, part: Part, followers: Followers, position: int, token: int, counts: float) -> list[int]:
+        """Of what was drafted elsewhere after `token`, as much as is worth it."""
+        worth, stops = 1, part.session.stop_ids
+        while worth < len(self._leads) and counts + self._leads[worth] >= part.faintest:
+            worth += 1
+        if worth > 1:
+            return [t for t in followers.likely(position, token, worth) if t not in stops]
+        found = followers.likeliest(position, token)
+        return [found] if found is not None and found not in stops else []

@@ -4,7 +4,8 @@ What was drafted for a place that the target has left may be right at another: a
 words after it. So this is kept where the tree forgets.
 """
 
-from bisect import insort
+import math
+from bisect import bisect, insort
 
 Place = tuple[int, int]  # position in the text, token
 Follower = tuple[int, float, int]  # position, log-probability, minus the token
@@ -58,9 +59,18 @@ class Followers:
         found = self._after.get(token)
         if not found:
             return None
-        if found[-1][0] <= position + 1:
-            return -found[-1][2]
-        return self.likely(position, token, 1)[0]
+        here, last = position + 1, found[-1]
+        if last[0] <= here:
+            return -last[2]
+        at = bisect(found, (here, math.inf))  # the first one further on
+        behind = found[bisect(found, (found[at][0], math.inf), at) - 1]  # the likeliest of those
+        if at == 0:
+            return -behind[2]
+        before = found[at - 1]
+        nearer = (here - before[0]) - (behind[0] - here)
+        if nearer == 0:
+            nearer = 1 if behind[1:] > before[1:] else -1
+        return -(behind if nearer > 0 else before)[2]
 
     def number_anew(self) -> None:
         """The edge begins to count again."""

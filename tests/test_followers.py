@@ -1,5 +1,7 @@
 """What the edge drafted after which token: found near its place, let go of in time."""
 
+from random import Random
+
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.followers import MOST, RECENT, Followers
 from paceline.protocol.messages import REJECTION, Draft, Open
@@ -20,6 +22,16 @@ def test_the_nearest_place_goes_first_and_of_equals_the_likeliest() -> None:
     found.note(4, (3, 7), 9, -0.1)  # as likely as 11
     assert found.likeliest(3, 7) == found.likely(3, 7)[0] == 9
     assert found.place(2) == (10, 12)
+
+
+def test_the_likeliest_is_the_first_of_all_wherever_it_stands() -> None:
+    random = Random(0)
+    for _ in range(200):
+        found = Followers()
+        for number in range(random.randrange(1, 20)):
+            found.note(number, (random.randrange(12), 7), random.randrange(9), random.choice((-0.1, -0.5, -2.0)))
+        for at in range(-1, 14):
+            assert found.likeliest(at, 7) == found.likely(at, 7)[0]
 
 
 def test_what_follows_nothing_known_is_not_noted() -> None:

@@ -1,11 +1,11 @@
 """What is offered again of what the edge drafted elsewhere: where, how far, and how far it is believed."""
 
-import itertools
 import math
+from random import Random
 
 import pytest
 from paceline.cloud.backup import LONGEST
-from paceline.cloud.recycling import FAINT, GOES_ON, NODE, Recycling
+from paceline.cloud.recycling import FAINT, GOES_ON, LEADS, LEAST, MOST, NODE, Recycling
 from paceline.cloud.selection import NOWHERE, Part, choose
 from paceline.protocol.cloud_session import CloudSession, Limits, Plan, Walk
 from paceline.protocol.messages import Draft, Open
@@ -37,7 +37,7 @@ def part_of(one: CloudSession, recycling: Recycling, least: float = FAINT) -> Pa
 
 def words(one: CloudSession, recycling: Recycling, least: float = FAINT) -> list[list[int]]:
     part = part_of(one, recycling, least)
-    return [[part.tokens[place] for place, _ in chain] for chain in part.recycled]
+    return [[part.tokens[place] for place in chain] for chain in part.recycled]
 
 
 def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
@@ -45,7 +45,7 @@ def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
     one = drafted(session(), (0, 1, 1, 1, 3), (4, 5, 6, 7, 8))
     part = part_of(one, Recycling())
     assert part.plan() == Plan((NOWHERE,) * 3, (6, 7, 8), (-1, 0, -1), base=2, held=0)
-    assert part.recycled == [[(0, 0.5), (1, GOES_ON)], [(2, 0.2)]]
+    assert part.recycled == [[0, 1], [2]]
     assert part.promised == 0.0  # the edge has not said a word
     commit = one.apply(part.plan(), Walk((0, 1), 9))
     assert (commit.tokens, commit.accepted, commit.held) == ((6, 7, 9), 2, 0)
@@ -61,7 +61,7 @@ def test_it_goes_on_where_the_likeliest_chain_ends_and_nowhere_else() -> None:
     assert plan.tokens == (8, 5, 6, 7, 8, 10, 11)  # depth first: after 8, 5 the words that followed 5 before
     assert [node >= 0 for node in plan.nodes] == [True, True, False, False, False, True, True]
     assert plan.parents == (-1, 0, 1, 2, 1, -1, 5)
-    assert [[place for place, _ in chain] for chain in part.recycled] == [[2, 3], [4]]
+    assert part.recycled == [[2, 3], [4]]
 
 
 def test_nothing_goes_on_after_a_word_that_ends_the_text() -> None:
@@ -73,9 +73,9 @@ def test_nothing_goes_on_after_a_word_that_ends_the_text() -> None:
 def test_what_is_hardly_ever_reached_is_not_offered() -> None:
     part = part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling())
     [chain] = part.recycled
-    reach = list(itertools.accumulate((chance for _, chance in chain), lambda a, b: a * b))
+    reach = [LEADS[0] * GOES_ON**i for i in range(len(chain) + 1)]
     assert 1 < len(chain) < LONGEST
-    assert reach[-1] >= FAINT > reach[-1] * GOES_ON
+    assert reach[-2] >= FAINT > reach[-1]
     assert part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling(), 0.51).nodes == []
 
 
@@ -97,19 +97,36 @@ def test_it_is_believed_less_the_oftener_it_is_wrong() -> None:
     fresh = drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))
     assert words(fresh, recycling, 0.05) == [[6, 7]]
     part = part_of(fresh, recycling)
-    for _ in range(300):
+    for _ in range(500):
         recycling.learn(part.recycled, part.plan().parents, ())
-    assert recycling.record.trust < 0.1
+    assert recycling.chances[0] < 0.05
     assert words(drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7)), recycling, 0.05) == []
     for _ in range(50_000):
         recycling.learn(part.recycled, part.plan().parents, ())
     assert min(recycling.chances) > 0  # a logarithm is taken of them
 
 
+def test_each_place_is_believed_as_often_as_it_was_right() -> None:
+    recycling, random = Recycling(), Random(0)
+    for _ in range(
+        3000
+    ):  # the nearest place is right every second time, the next never; what follows four times in five
+        first, second = random.random() < 0.5, random.random() < 0.8
+        recycling.learn([[0, 1], [2]], (-1, 0, -1), [0, 1][: first + (first and second)])
+    assert recycling.chances[0] == pytest.approx(0.5, abs=0.08)
+    assert recycling.chances[1] == pytest.approx(LEAST)
+    assert recycling.chances[2] <= recycling.chances[1]  # of the nearest first, whatever was learnt
+    assert recycling.goes_on == pytest.approx(0.8, abs=0.08)
+    for _ in range(3000):
+        recycling.learn([[0, 1]], (-1, 0), (0, 1))
+    assert recycling.chances[0] == recycling.goes_on == MOST
+
+
 def test_what_nobody_asked_teaches_nothing() -> None:
     recycling = Recycling()
-    before = recycling.record.acceptance
-    recycling.learn([[(1, 0.5)], []], (-1, 0), ())  # the target left the path before it
-    assert recycling.record.acceptance == before
-    recycling.learn([[(1, 0.5)], []], (-1, 0), (0,))
-    assert recycling.record.acceptance < before
+    before = recycling.chances
+    recycling.learn([[1], []], (-1, 0), ())  # the target left the path before it
+    assert recycling.chances == before
+    recycling.learn([[1], []], (-1, 0), (0,))
+    assert recycling.chances[0] < before[0]
+    assert recycling.chances[1:] == before[1:]

@@ -102,8 +102,7 @@ def test_what_is_taken_of_others_ideas_is_ranked_with_the_rest_and_parents_come_
                 if node >= 0:
                     assert tree.token(node) == token
                     assert tree.parent(node) == (plan.nodes[parent] if parent >= 0 else tree.root)
-            for chain in part.recycled:
-                places = [place for place, _ in chain]
+            for places in part.recycled:
                 assert [plan.nodes[place] for place in places] == [-1] * len(places)
                 assert [plan.parents[place] for place in places[1:]] == places[:-1]
 
