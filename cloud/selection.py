@@ -44,9 +44,7 @@ class Part:
         self.tokens: list[int] = []
         self.parents: list[int] = []  # places in these lists; -1: the root
         self.gain = 0.0  # what the edge's nodes count, together
-        self.recycled: list[
-            list[int]
-        ] = []  # chains that were drafted here, the nearest place's first: places of their nodes
+        self.recycled: list[list[int]] = []  # places of chains that were drafted here, the nearest place's first
         self.main = -1  # place of the last node on the likeliest chain
         self.deepest = session.deepest
         self.first, self.token, self.position, self.weight, self.children = session.tree.columns()
@@ -169,9 +167,8 @@ class _Selection:
                     return False
             lead, ideas = key - LEAD, chain
             if lead + 1 < len(ideas):
-                heappush(
-                    self.heap, (-counts - self._leads[lead + 1], number, key + 1, token, position, above, ideas, counts)
-                )
+                further = counts + self._leads[lead + 1]
+                heappush(self.heap, (-further, number, key + 1, token, position, above, ideas, counts))
             token, key, chain = ideas[lead], ON + lead, list[int]()
             part.recycled.append(chain)
         at = len(part.nodes)

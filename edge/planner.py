@@ -17,10 +17,8 @@ from paceline.protocol.cost import Patience
 from paceline.protocol.tree import Tree
 
 DETOUR = 0.4  # nats: a likely token is taken with about two chances in three
-LEAST, WORTH = (
-    8e-3,
-    0.8,
-)  # a node is run that is at least so useful, or by so much more than its row takes of a cloud's step
+LEAST = 8e-3  # a node that is so useful is run
+WORTH = 0.8  # and one that is by so much more useful than the share of a cloud's step that its row takes
 RAREST = 1.3e-3  # nodes less useful than this are never run: where rows cost nothing, bytes still do
 SENDING = 1.5  # times as useful must be what is sent
 DRAWN = math.log(0.05)  # the same for draws: a family brings its q along, ten times the bytes of a node

@@ -34,16 +34,18 @@ def gguf_shape(metadata: Mapping[str, Any], name: str) -> Shape:
     def get(key: str, high: float = 1e9) -> float:
         return _number(metadata, f"{family}.{key}", name, high)
 
+    def given(key: str, default: float, high: float = 1e9) -> float:
+        return get(key, high) if f"{family}.{key}" in metadata else default
+
     width, heads = int(get("embedding_length", 1 << 17)), int(get("attention.head_count", 4096))
     gemma = family == "gemma3"
-    key_length = metadata.get(f"{family}.attention.key_length", width // heads)
     return Shape(
         layers=int(get("block_count", 1024)),
         width=width,
         heads=heads,
-        kv_heads=int(metadata.get(f"{family}.attention.head_count_kv", heads)),
-        head_dim=int(key_length),
-        rope_base=float(metadata.get(f"{family}.rope.freq_base", 10_000.0)),
+        kv_heads=int(given("attention.head_count_kv", heads, 4096)),
+        head_dim=int(given("attention.key_length", width // heads, 4096)),
+        rope_base=given("rope.freq_base", 10_000.0),
         eps=get("attention.layer_norm_rms_epsilon", 1.0),
         interleaved=INTERLEAVED[family],
         gelu=gemma,
@@ -76,13 +78,17 @@ def hf_shape(config: Mapping[str, Any], name: str) -> Shape:
         int(_number(config, "num_attention_heads", name, 4096)),
     )
     gemma = kind == "gemma3_text"
+
+    def given(key: str, default: float, high: float = 1e9) -> float:
+        return default if config.get(key) is None else _number(config, key, name, high)
+
     return Shape(
         layers=int(_number(config, "num_hidden_layers", name, 1024)),
         width=width,
         heads=heads,
-        kv_heads=int(config.get("num_key_value_heads", heads)),
-        head_dim=int(config.get("head_dim") or width // heads),
-        rope_base=float(config.get("rope_theta", 10_000.0)),
+        kv_heads=int(given("num_key_value_heads", heads, 4096)),
+        head_dim=int(given("head_dim", width // heads, 4096)),
+        rope_base=given("rope_theta", 10_000.0),
         eps=_number(config, "rms_norm_eps", name, 1.0),
         interleaved=False,
         gelu=gemma,
