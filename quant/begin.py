@@ -20,8 +20,8 @@ from .build import frozen_tensor, halves
 from .decoder import EMBEDDING
 from .errors import RecipeError
 from .families import draft_shape
-from .grids import BLOCK, GRIDS
-from .patch import BLOCK_BYTES
+from .grids import GRIDS
+from .patch import unpacked
 from .student import Parameter, Student
 from .target import Target
 from .trim import Trim, whole
@@ -48,7 +48,8 @@ def student_of(file: GgufFile, target: Target, layers: Sequence[int]) -> Student
     frozen: dict[str, Tensor] = {}
     for name in file.tensors:
         if name in trained:
-            value, d = torch.from_numpy(file.array(name)), _scales(file, name)
+            value = torch.from_numpy(file.array(name))
+            d = torch.from_numpy(unpacked(file.raw(name))[0].astype(np.float32)).view(len(value), -1)  # [R, C / 32]
             if any(part in name for part in turned):
                 value, d = halves(value, shape.head_dim), halves(d, shape.head_dim)
             parameters[name] = Parameter.matrix(value, d)
@@ -60,13 +61,6 @@ def student_of(file: GgufFile, target: Target, layers: Sequence[int]) -> Student
             parameters[name] = Parameter.vector(torch.from_numpy(file.array(name)))
     kept = replace(target.shape, layers=shape.layers, interleaved=False)
     return Student(target.architecture, kept, GRIDS[found[0].lower()], trim, list(layers), parameters, frozen)
-
-
-def _scales(file: GgufFile, name: str) -> Tensor:
-    """The scales of a matrix of 4-bit blocks: [R, C / 32]."""
-    rows, columns = file.info(name).shape
-    low = np.ascontiguousarray(file.raw(name).reshape(rows, columns // BLOCK, BLOCK_BYTES)[..., :2])
-    return torch.from_numpy(low.view(np.float16)[..., 0].astype(np.float32))
 
 
 def _trim(file: GgufFile) -> Trim:

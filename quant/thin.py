@@ -40,12 +40,12 @@ def thin(
     Returns what is left, and the held-out agreement before and after. Raises `DraftError`, `RecipeError`, `WeightsError`.
     """
     target = open_target(source)
-    student, place = begun(target, out)
     if target.architecture != "llama":
         raise RecipeError(
             f"{target.name} is of the family {target.architecture}; heads can be left out of Llama drafts alone,"
             " since llama.cpp runs no others whose layers differ."
         )
+    student, place = begun(target, out)
     if text_file is not None:
         text = own_text.load(text_file)
     else:
