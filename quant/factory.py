@@ -15,7 +15,6 @@ import torch
 
 from . import build as making
 from . import distil, export, folder, store, vocab
-from . import text as own_text
 from .decoder import EMBEDDING, Shape
 from .errors import DraftError, RecipeError
 from .grids import GRIDS, Q8_0
@@ -104,12 +103,8 @@ def build(
         )
     text, train = None, np.zeros(0, np.int64)
     if corrected or layers < s.layers or kept < rows:
-        if text_file is not None:
-            text = own_text.load(text_file)
-        else:
-            text = store.text(
-                target, path, options.conversations, root=cache, rows=options.conversations, length=176, progress=step
-            )
+        count = options.conversations
+        text = store.text(target, path, count, root=cache, rows=count, length=176, progress=step, file=text_file)
         train, _ = split(text)
     ids = whole(rows) if kept == rows or text is None else trimmed(target, text, train, kept)
     chosen = named or list(range(s.layers))

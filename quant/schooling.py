@@ -88,10 +88,7 @@ def distil(
     """
     device, target = device_named(options.device), open_target(source)
     student, place = begun(target, out)
-    if text_file is not None:
-        text = own_text.load(text_file)
-    else:
-        text = store.text(target, source, options.conversations, prompts, cache, device, progress=step)
+    text = store.text(target, source, options.conversations, prompts, cache, device, progress=step, file=text_file)
     train, held = split(text)
     if not options.resume:
         place = distilling.Place()

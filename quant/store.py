@@ -51,8 +51,14 @@ def text(
     rows: int | None = None,
     length: int = LENGTH,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    file: Path | None = None,
 ) -> OwnText:
-    """At least `conversations` conversations by the target at `source`, read from disk and written where they are too few."""
+    """At least `conversations` conversations by the target at `source`, read from disk and written where they are too few.
+
+    file: of text to take instead, as it is.
+    """
+    if file is not None:
+        return own_text.load(file)
     where = folder(target, prompts, root)
     kept = [own_text.load(p) for p in own_text.shards(where)]
     have = sum(len(t) for t in kept)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from . import distil, folder, heads, store
-from . import text as own_text
 from .errors import RecipeError
 from .factory import CHECKPOINT, card, split, write_student
 from .schooling import begun
@@ -46,10 +45,7 @@ def thin(
             " since llama.cpp runs no others whose layers differ."
         )
     student, place = begun(target, out)
-    if text_file is not None:
-        text = own_text.load(text_file)
-    else:
-        text = store.text(target, source, options.conversations, root=cache, progress=step)
+    text = store.text(target, source, options.conversations, root=cache, progress=step, file=text_file)
     train, held = split(text)
 
     def agreement() -> float:
