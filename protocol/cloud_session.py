@@ -128,14 +128,17 @@ class CloudSession:
     def grow(self, plan: Plan, walk: Walk) -> list[int]:
         """The part of `apply` that the next step waits for: the text is longer by these tokens, and the tree is eaten."""
         assert self.finish in ("", "cancelled"), "nothing follows the end"
-        assert plan.base in (None, len(self.committed)), "the text grew while the step ran"
+        committed = self.committed
+        assert plan.base in (None, len(committed)), "the text grew while the step ran"
         if walked := walk.accepted:
             parents, planned = plan.parents, plan.tokens
             assert [parents[i] for i in walked] == [-1, *walked[:-1]], "not a path"
-            tokens = self._cut([*[planned[i] for i in walked], walk.token])
+            tokens = [*[planned[i] for i in walked], walk.token]
         else:
-            tokens = self._cut([walk.token])
-        self.committed.extend(tokens)
+            tokens = [walk.token]
+        if len(tokens) >= self.max_tokens - len(committed) or not self.stop_ids.isdisjoint(tokens):
+            tokens = self._cut(tokens)
+        committed += tokens
         if self.history is not None:
             self.history.extend(tokens)
         self.tree.advance(tokens)
@@ -199,8 +202,6 @@ class CloudSession:
     def _cut(self, tokens: list[int]) -> list[int]:
         """`tokens` up to the first stop token or the limit, whichever comes first; a stop on the limit counts as a stop."""
         room = self.max_tokens - len(self.committed)
-        if len(tokens) < room and self.stop_ids.isdisjoint(tokens):
-            return tokens
         for i, token in enumerate(tokens[:room]):
             if token in self.stop_ids:
                 self.finish = "stop"

@@ -225,12 +225,13 @@ class Tree:
         What lives comes after the root, and nothing there was committed before.
         """
         first, states = self._first, self._state
-        position = self._position[self.root - first] + len(tokens)
-        after = self.root - first + 1
-        states[after:] = [DEAD] * (len(states) - after)
-        for node in (self.root, *walked):
-            states[node - first] = COMMITTED
-        self.root = self._append(-1, tokens[-1], position, 0.0)
+        at, size = self.root - first, len(states)
+        if (after := at + 1) < size:
+            states[after:] = [DEAD] * (size - after)
+            for node in walked:
+                states[node - first] = COMMITTED
+        states[at] = COMMITTED
+        self.root = self._append(-1, tokens[-1], self._position[at] + len(tokens), 0.0)
         self._live = 1
 
     def _kill(self, tops: list[int]) -> None:

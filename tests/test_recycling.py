@@ -36,8 +36,12 @@ def part_of(one: CloudSession, recycling: Recycling, least: float = FAINT) -> Pa
 
 
 def words(one: CloudSession, recycling: Recycling, least: float = FAINT) -> list[list[int]]:
-    part = part_of(one, recycling, least)
-    return [[part.tokens[place] for place in chain] for chain in part.recycled]
+    return [chain.tokens for chain in part_of(one, recycling, least).chains]
+
+
+def places(part: Part) -> list[list[int]]:
+    """Of what is offered again, in the plan that was made."""
+    return [list(chain) for chain in part.recycled]
 
 
 def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
@@ -45,7 +49,7 @@ def test_what_was_drafted_for_another_word_is_offered_where_it_fits() -> None:
     one = drafted(session(), (0, 1, 1, 1, 3), (4, 5, 6, 7, 8))
     part = part_of(one, Recycling())
     assert part.plan() == Plan((NOWHERE,) * 3, (6, 7, 8), (-1, 0, -1), base=2, held=0)
-    assert part.recycled == [[0, 1], [2]]
+    assert places(part) == [[0, 1], [2]]
     assert part.promised == 0.0  # the edge has not said a word
     commit = one.apply(part.plan(), Walk((0, 1), 9))
     assert (commit.tokens, commit.accepted, commit.held) == ((6, 7, 9), 2, 0)
@@ -61,7 +65,7 @@ def test_it_goes_on_where_the_likeliest_chain_ends_and_nowhere_else() -> None:
     assert plan.tokens == (8, 5, 6, 7, 8, 10, 11)  # depth first: after 8, 5 the words that followed 5 before
     assert [node >= 0 for node in plan.nodes] == [True, True, False, False, False, True, True]
     assert plan.parents == (-1, 0, 1, 2, 1, -1, 5)
-    assert part.recycled == [[2, 3], [4]]
+    assert places(part) == [[2, 3], [4]]
 
 
 def test_nothing_goes_on_after_a_word_that_ends_the_text() -> None:
@@ -71,12 +75,11 @@ def test_nothing_goes_on_after_a_word_that_ends_the_text() -> None:
 
 
 def test_what_is_hardly_ever_reached_is_not_offered() -> None:
-    part = part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling())
-    [chain] = part.recycled
+    [chain] = words(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling())
     reach = [LEADS[0] * GOES_ON**i for i in range(len(chain) + 1)]
     assert 1 < len(chain) < LONGEST
     assert reach[-2] >= FAINT > reach[-1]
-    assert part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling(), 0.51).nodes == []
+    assert part_of(drafted(session(), (0,) + (1,) * 59, ROUND * 10), Recycling(), 0.51).plan().nodes == ()
 
 
 def test_nor_what_would_bring_less_than_its_own_time_costs() -> None:
@@ -97,12 +100,13 @@ def test_it_is_believed_less_the_oftener_it_is_wrong() -> None:
     fresh = drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7))
     assert words(fresh, recycling, 0.05) == [[6, 7]]
     part = part_of(fresh, recycling)
+    parents = part.plan().parents
     for _ in range(500):
-        recycling.learn(part.recycled, part.plan().parents, ())
+        recycling.learn(part.recycled, parents, ())
     assert recycling.chances[0] < 0.05
     assert words(drafted(session(), (0, 1, 1, 1), (4, 5, 6, 7)), recycling, 0.05) == []
     for _ in range(50_000):
-        recycling.learn(part.recycled, part.plan().parents, ())
+        recycling.learn(part.recycled, parents, ())
     assert min(recycling.chances) > 0  # a logarithm is taken of them
 
 

@@ -14,12 +14,12 @@ from paceline.protocol.sampling import Sampling
 COST = StepCost([(1, 0.01), (16, 0.011), (32, 0.014), (64, 0.03)])
 
 
-def session(random: Random, nodes: int, max_tokens: int = 60) -> CloudSession:
+def session(random: Random, nodes: int, max_tokens: int = 60, words: int = 50) -> CloudSession:
     """A session with a random tree."""
     one = CloudSession(Open(sid=1, prompt=(1, 2), sampling=Sampling(), max_tokens=max_tokens), Limits(50, 4096), "t")
     for number in range(nodes):
         back, weight = random.randrange(min(number, 6) + 1), random.choice((0, 1, 4, 9, 30))
-        one.receive(Draft(1, 0, number, (back,), (random.randrange(50),), bytes([weight])))
+        one.receive(Draft(1, 0, number, (back,), (random.randrange(words),), bytes([weight])))
     return one
 
 
@@ -104,7 +104,37 @@ def test_what_is_taken_of_others_ideas_is_ranked_with_the_rest_and_parents_come_
                     assert tree.parent(node) == (plan.nodes[parent] if parent >= 0 else tree.root)
             for places in part.recycled:
                 assert [plan.nodes[place] for place in places] == [-1] * len(places)
-                assert [plan.parents[place] for place in places[1:]] == places[:-1]
+                assert [plan.parents[place] for place in places[1:]] == list(places[:-1])
+
+
+def test_one_node_more_is_always_the_likeliest_of_those_left_trees_and_what_is_offered_again_together() -> None:
+    random, recycling = Random(5), Recycling()
+    log_on = math.log(recycling.goes_on)
+    for _ in range(12):
+        ones = [session(random, 40, words=9) for _ in range(5)]
+        for one in ones:
+            one.committed += [random.randrange(9) for _ in range(2)]
+            one.tree.advance(one.committed[-2:])
+            for number in range(40, 40 + random.randrange(3)):
+                one.receive(Draft(1, 2, number, (number - 40,), (random.randrange(9),), bytes([random.choice((0, 9))])))
+        counted = [(one, -random.random(), math.log(0.02)) for one in ones]
+        parts = [Part(*each) for each in counted]
+        assert choose(parts, free(1000), 5.0, recycling) == -math.inf
+        counts = list[float]()
+        for part in parts:
+            plan, of = part.plan(), dict[int, float]()
+            first = {chain[0]: number for number, chain in enumerate(part.recycled)}
+            for place, (node, parent) in enumerate(zip(plan.nodes, plan.parents, strict=True)):
+                if node >= 0:
+                    of[place] = part.counts + part.session.tree.reach(node)
+                elif place in first:
+                    of[place] = of.get(parent, part.counts) + math.log(recycling.chances[first[place]])
+                else:
+                    of[place] = of[parent] + log_on
+            counts += of.values()
+        assert 0 < sum(len(part.recycled) for part in parts) < len(counts)
+        for most, least in enumerate(sorted(counts, reverse=True)[:-1], 1):
+            assert choose([Part(*each) for each in counted], free(most), 5.0, recycling) == pytest.approx(least)
 
 
 def test_a_backups_nodes_are_not_what_the_edge_promised() -> None:
