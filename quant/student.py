@@ -38,13 +38,17 @@ class Parameter:
     @classmethod
     def matrix(cls, latent: Tensor, scales: Tensor) -> Parameter:
         base = torch.where(scales == 0, 1e-6, scales.float())
-        low = torch.zeros_like(latent, dtype=torch.bfloat16)
+        none = torch.zeros((), dtype=torch.bfloat16, device=latent.device).expand(latent.shape)  # see `ready`
         zero = torch.zeros_like(base)
-        return cls(latent.float().clone(), low, low.clone(), base, zero, zero.clone(), zero.clone())
+        return cls(latent.float().clone(), none, none, base, zero, zero.clone(), zero.clone())
 
     @classmethod
     def vector(cls, value: Tensor) -> Parameter:
         return cls(value.float().clone(), torch.zeros_like(value), torch.zeros_like(value))
+
+    def ready(self) -> None:
+        """Give the moments memory of their own: until the first step they are one zero, in memory as in a checkpoint."""
+        self.first, self.second = self.first.contiguous(), self.second.contiguous()
 
     def scales(self) -> Tensor:
         """[R, C / 32], the float16 values that the file will hold."""
@@ -71,6 +75,7 @@ def adam(value: Tensor, first: Tensor, second: Tensor, gradient: Tensor, rate: f
 @torch.no_grad()
 def step_parameter(p: Parameter, grid: Grid, gradient: Tensor, rate: float, step: int) -> None:
     """One optimiser step of one tensor from the gradient at its rounded value."""
+    p.ready()
     if p.base is None or p.log is None or p.log_first is None or p.log_second is None:
         adam(p.value, p.first, p.second, gradient, rate * SCALE_RATE, step)
         return

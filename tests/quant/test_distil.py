@@ -68,6 +68,25 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tiny: Path, text: OwnText, tm
         trainer.close()
 
 
+def test_a_draft_that_was_never_trained_takes_no_room_for_moments_and_trains_from_its_checkpoint(
+    tiny: Path, text: OwnText, tmp_path: Path
+) -> None:
+    target, path, train = open_target(tiny), tmp_path / "training.pt", np.arange(len(text))
+    fresh = student(target, text)
+    weights = sum(p.value.numel() for p in fresh.parameters.values())
+    distil.save(path, fresh, distil.Place())
+    fixed = 60_000 + 8 * len(fresh.trim.to_row)  # names and shapes; the map of rows
+    assert 4 * weights < path.stat().st_size < 5 * weights + fixed
+    kept, _ = distil.load(path, lambda name, ids, layers: making.frozen_tensor(target, name, ids, layers))
+    trainers = [Trainer(one, text, train, PACE) for one in (fresh, kept)]
+    for trainer in trainers:
+        trainer.step(0.1)
+        trainer.close()
+    assert all(torch.equal(p.value, kept.parameters[name].value) for name, p in fresh.parameters.items())
+    distil.save(path, fresh, distil.Place())
+    assert path.stat().st_size > 8 * weights  # what has been trained keeps its moments
+
+
 def test_a_broken_checkpoint_says_so(tmp_path: Path) -> None:
     path = tmp_path / "training.pt"
     path.write_bytes(b"PK\x03\x04 nothing")
