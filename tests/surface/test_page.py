@@ -127,20 +127,28 @@ def test_stopping_keeps_what_there_is_and_frees_the_verifier(page: Page, system:
 
 
 def test_the_tree_and_the_lanes_are_drawn(page: Page) -> None:
-    """While an answer comes the canvases hold colours that they do not hold before."""
-    amber = """id => {
-      const box = document.getElementById(id);
-      const { data } = box.getContext('2d').getImageData(0, 0, box.width, box.height);
-      let count = 0;
-      for (let i = 0; i < data.length; i += 4) count += data[i + 3] > 200 && data[i] > data[i + 2] + 60;
-      return count;
-    }"""
+    """While an answer comes the canvases hold colours that they do not hold before.
+
+    The page itself looks at them, again and again: an answer may be over before anyone asks from outside.
+    """
+    page.evaluate("""() => {
+      const amber = id => {
+        const box = document.getElementById(id);
+        const { data } = box.getContext('2d').getImageData(0, 0, box.width, box.height);
+        let count = 0;
+        for (let i = 0; i < data.length; i += 4) count += data[i + 3] > 200 && data[i] > data[i + 2] + 60;
+        return count;
+      };
+      window.most = {};
+      const look = () => { for (const id of ['tree', 'lanes']) most[id] = Math.max(most[id] ?? 0, amber(id)); };
+      look();
+      setInterval(look, 100);
+    }""")
     page.wait_for_timeout(300)
-    assert page.evaluate(amber, "tree") == 0
+    assert page.evaluate("most.tree") == 0
     ask(page, STORY, 60)
-    until(page, f"({amber})('tree') > 100")
-    until(page, f"({amber})('lanes') > 100")
     done(page)
+    until(page, "most.tree > 100 && most.lanes > 100", 5)
 
 
 def test_a_long_answer_is_followed_unless_one_reads_above(page: Page) -> None:
