@@ -28,7 +28,8 @@ from .target import Target, open_target, vocabulary
 from .text import OwnText
 
 EVERY = 300.0  # seconds between checkpoints
-QUICK = 24  # held-out conversations looked at on the way; the end looks at all
+QUICK = 24  # held-out conversations looked at on the way; the end looks at as many as it can afford
+LOOKING, LOOKING_SHARE = 60.0, 0.1  # seconds that the end may look for, or that share of the training if it is more
 PATIENCE = 5  # checkpoints without a better agreement before stopping
 LATE = 0.7  # share of the time after which the draft also learns from what it writes itself
 REFRESHED = "refresh.npz"
@@ -112,6 +113,12 @@ def load(checkpoint: Path, target: Target) -> tuple[Student, distilling.Place]:
     return distilling.load(checkpoint, lambda name, ids, layers: frozen_tensor(target, name, ids, layers))
 
 
+def affordable(spent: float, elapsed: float, most: int) -> int:
+    """How many held-out conversations of `most` the end looks at: `QUICK` took `spent` seconds, the training `elapsed`."""
+    seconds = max(LOOKING, LOOKING_SHARE * elapsed)
+    return min(most, max(QUICK, int(QUICK * seconds / max(spent, 1e-9))))
+
+
 class Session:
     """One run of training: decides when to look, to save and to stop."""
 
@@ -182,17 +189,18 @@ class Session:
         folder.write_card(self.out, fresh)
 
     def finish(self) -> dict[str, Any]:
-        place = self.trainer.place
+        place, began = self.trainer.place, time.monotonic()
         self.look(self.held[:QUICK])
+        count = affordable(time.monotonic() - began, place.elapsed, len(self.held))
         self.keep()
-        first, four = self.trainer.agreement(self.held)
+        first, four = place.log[-1][2:] if count <= QUICK else self.trainer.agreement(self.held[:count])
         result = {
             "steps": place.step,
             "minutes": round(place.elapsed / 60, 1),
             "answer_tokens_seen": place.seen,
             "held_out_top1": first,
             "held_out_top4": four,
-            "held_out_conversations": len(self.held),
+            "held_out_conversations": count,
         }
         self.describe(result)
         return result

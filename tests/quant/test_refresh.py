@@ -72,3 +72,12 @@ def test_training_turns_to_the_drafts_own_text_late_and_keeps_it(tiny: Path, tex
     assert any("join the text" in line for line in said)
     kept = own_text.load(tmp_path / "draft" / schooling.REFRESHED)
     assert np.array_equal(kept.toks, trainer.text.toks[len(text.toks) :])
+
+
+def test_the_end_looks_at_as_much_held_out_text_as_the_training_was_long_enough_for() -> None:
+    quick = schooling.QUICK
+    assert schooling.affordable(1.0, 120.0, 96) == 96  # a quick machine: all of it
+    assert schooling.affordable(80.0, 120.0, 96) == quick  # two minutes on a slow one: what was looked at anyway
+    assert schooling.affordable(30.0, 120.0, 96) == 2 * quick
+    assert schooling.affordable(80.0, 3600.0, 96) == 96
+    assert schooling.affordable(0.0, 0.0, 7) == 7
