@@ -135,7 +135,7 @@ class Agent:
             thrift=self.policy.thrift / 100,
             random=np.random.default_rng(self._random.getrandbits(128)),
         )
-        if self.draft is not None and self.policy.repeats and generation.rounds is None and not generation.draws:
+        if self.policy.drafts and self.policy.repeats and generation.rounds is None and not generation.draws:
             # beside draws a repeat would stand where they belong
             generation.repeats = Repeats((*request.prompt, *held))
         if report is not None:

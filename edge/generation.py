@@ -34,6 +34,7 @@ from paceline.protocol.tree import State
 ENOUGH = 0.98  # candidates of a row become nodes until they hold the target's choice with this probability
 STREAMED = 2.5  # tokens a step to reckon with before any were seen
 REPEATED = 12  # tokens of a repeat that join the tree at once
+SURE, FAINT = 3, 1  # tokens of agreement that a repeat needs beside the draft's nodes, and where there are none
 NODES_LEFT = 64  # room in the tree below which nothing more is drafted
 
 
@@ -139,6 +140,8 @@ class Generation:
         self.unsent = {n for n in self.unsent if tree.state(n) is State.LIVE and n != tree.root}
         self.found = {n: c for n, c in self.found.items() if tree.state(n) is State.LIVE}
         self.horizon.keep(tree)
+        if self.repeats is not None and tree.root not in self.found:  # where rows are dear, none may ever be run
+            self._repeat(tree.root, self.repeats, FAINT)
 
     def _learn(self, event: Committed) -> None:
         """Compare what the draft offered along the committed path with what the target took."""
@@ -227,7 +230,7 @@ class Generation:
         if found.drawn and children:
             self.session.drew(children[: found.drawn], found.support, found.counts)
         if self.repeats is not None:
-            self._repeat(node, self.repeats)
+            self._repeat(node, self.repeats, SURE)
 
     def _chances(self, found: Candidates) -> Floats:
         """Of candidates, how likely each is taken. Those of draws are their own alone: guesses depend on what was drawn."""
@@ -238,12 +241,15 @@ class Generation:
         own = self.predictor.probabilities(draws, seeded=self.seeded)
         return np.minimum.accumulate(np.concatenate((own, chances[found.drawn :])))  # earlier ones go first
 
-    def _repeat(self, node: int, repeats: Repeats) -> None:
-        """Where the text repeats itself after `node`, its next tokens join the tree without having been run."""
+    def _repeat(self, node: int, repeats: Repeats, shortest: int) -> None:
+        """Where the text repeats itself after `node`, its next tokens join the tree without having been run.
+
+        shortest: tokens that have to agree.
+        """
         tree = self.session.tree
         path, least = [tree.token(n) for n in tree.path(node)], self.bar.send
         for _ in range(REPEATED):
-            found = repeats.next(path)
+            found = repeats.next(path, shortest)
             if found is None or tree.position(node) + 2 >= self.session.max_tokens:
                 return
             token, chance = found

@@ -1,22 +1,23 @@
 """A drafter that costs nothing: where the text goes on as it went on before, in the prompt or in itself.
 
 It looks the end of a path up among all earlier places with the same last tokens and offers what followed at the one that
-agrees furthest back. How often that is right is learned, apart for short and long agreements.
+agrees furthest back. How often that is right is learned, apart for short and long agreements: one token of agreement is right
+once in ten times or so, and where nothing else is drafted that is worth its few bytes.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-SHORTEST, LONGEST = 3, 24  # tokens of agreement that are looked for
+KEYS, LONGEST = (3, 2, 1), 24  # tokens by whose agreement places are found; tokens of agreement that are looked for
 PLACES = 8  # latest places that are compared
-STEPS = (4, 5, 7, 10, 16)  # agreements from which on a chance is kept apart
-FIRST_CHANCES = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
+STEPS = (2, 3, 4, 5, 7, 10, 16)  # agreements from which on a chance is kept apart
+FIRST_CHANCES = (0.1, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 PRIOR, DECAY = 3.0, 0.98
 
 
 class Repeats:
-    """The text so far and its places, by their last SHORTEST tokens."""
+    """The text so far and its places, by their last tokens."""
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
         self._text: list[int] = []
@@ -35,28 +36,36 @@ class Repeats:
                 self._right[bucket] = DECAY * self._right[bucket] + (found[0] == token)
             self._append((token,))
 
-    def next(self, path: Sequence[int]) -> tuple[int, float] | None:
-        """What is to follow the text and then `path`, and the chance of it; None: this end never came before."""
+    def next(self, path: Sequence[int], shortest: int = 1) -> tuple[int, float] | None:
+        """What is to follow the text and then `path`, and the chance of it; None: this end never came before.
+
+        shortest: tokens of agreement, at least.
+        """
         found = self._find(path)
-        if found is None:
+        if found is None or found[1] < shortest:
             return None
         bucket = bisect_right(STEPS, found[1])
         return found[0], min(self._right[bucket] / self._seen[bucket], 0.99)
 
     def _append(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            if len(self._text) >= SHORTEST:
-                self._places[tuple(self._text[-SHORTEST:])].append(len(self._text))
+            for size in KEYS:
+                if len(self._text) >= size:
+                    self._places[tuple(self._text[-size:])].append(len(self._text))
             self._text.append(token)
 
     def _find(self, path: Sequence[int]) -> tuple[int, int] | None:
         """(token, tokens of agreement) at the place that agrees furthest back, the latest of equals."""
         end = [*self._text[-LONGEST:], *path][-LONGEST:]
-        best: tuple[int, int] | None = None
-        for place in reversed(self._places.get(tuple(end[-SHORTEST:]), ())[-PLACES:]):
-            length = SHORTEST
-            while length < min(len(end), place) and self._text[place - length - 1] == end[-length - 1]:
-                length += 1
-            if best is None or length > best[1]:
-                best = (self._text[place], length)
-        return best
+        for size in KEYS:
+            if len(end) >= size and (places := self._places.get(tuple(end[-size:]))):
+                length, place = max((self._agreement(place, end, size), place) for place in places[-PLACES:])
+                return self._text[place], length
+        return None
+
+    def _agreement(self, place: int, end: Sequence[int], length: int) -> int:
+        """Tokens before `place` that are those of `end`; the last `length` are."""
+        text, most = self._text, min(len(end), place)
+        while length < most and text[place - length - 1] == end[-length - 1]:
+            length += 1
+        return length

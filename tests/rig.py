@@ -90,7 +90,10 @@ def agent_of(
     rtt: float = 0.05,
     attempts: int | None = None,
     name: str = "stream",
+    row: float = 0.005,
 ) -> Agent:
+    """`row`: seconds of a step of the draft over one row."""
+
     async def connect() -> Channel:
         channel = await verifier.connect()
         return DelayedChannel(channel, rtt) if rtt else channel
@@ -101,7 +104,7 @@ def agent_of(
         policy(name if draft is not None else "ar"),
         draft,
         Predictor(),
-        draft_runner(0.005, 0.0005),
+        draft_runner(row, row / 10),
         clock=asyncio.get_running_loop().time,
         random=Random(0),
         attempts=attempts,

@@ -62,6 +62,24 @@ def test_a_perfect_draft_hides_the_round_trip() -> None:
     assert run(main(True)) < 0.6 * 100 * FLOOR
 
 
+@pytest.mark.parametrize("rtt", [0.0, 0.05])
+def test_a_text_that_repeats_itself_is_sent_ahead_where_no_row_is_worth_its_time(rtt: float) -> None:
+    """A draft ten times slower than its verifier has next to nothing to say in time; the text's own repeats cost no row."""
+
+    async def main(name: str) -> tuple[list[int], Generation]:
+        draft, made = ToyDraft(ToyEngine()), list[Generation]()
+        draft.step_cost = [(1, 10 * FLOOR), (2, 11 * FLOOR)]
+        async with agent_of(Verifier(), draft, rtt=rtt, name=name, row=10 * FLOOR) as agent:
+            tokens = await answer(agent, PROMPT, Sampling(), 200, report=made.append)
+        return tokens, made[0]
+
+    with_repeats, without = run(main("stream")), run(main("stream:repeats=0"))
+    assert with_repeats[0] == without[0] == plain(ToyEngine(), PROMPT, Sampling(), 200)
+    assert without[1].figures.accepted < 10
+    assert with_repeats[1].figures.accepted > 100
+    assert with_repeats[1].figures.rows < 10
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_cuts_in_the_middle_lose_nothing(seed: int) -> None:
     """Cut at random moments: before the answer, between frames, while nodes are on their way."""

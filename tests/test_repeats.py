@@ -4,25 +4,25 @@ import math
 import random
 
 import pytest
-from paceline.edge.repeats import LONGEST, PLACES, SHORTEST, Repeats
+from paceline.edge.repeats import KEYS, LONGEST, PLACES, Repeats
 from paceline.protocol.tree import Tree
 
 
 def slow(text: list[int], path: list[int]) -> tuple[int, int] | None:
-    """The obvious search over the same latest places."""
-    whole = text[-LONGEST:] + path
-    end = whole[-LONGEST:]
-    if len(end) < SHORTEST:
-        return None
-    places = [p for p in range(SHORTEST, len(text)) if text[p - SHORTEST : p] == end[-SHORTEST:]]
-    best = None
-    for place in places[::-1][:PLACES]:
-        length = 0
-        while length < min(len(end), place) and text[place - 1 - length] == end[-1 - length]:
-            length += 1
-        if best is None or length > best[1]:
-            best = (text[place], length)
-    return best
+    """The obvious search: among the latest places that agree in three tokens, or else in two, or in one."""
+    end = (text[-LONGEST:] + path)[-LONGEST:]
+    for size in KEYS:
+        places = [p for p in range(size, len(text)) if len(end) >= size and text[p - size : p] == end[-size:]]
+        best = None
+        for place in places[::-1][:PLACES]:
+            length = 0
+            while length < min(len(end), place) and text[place - 1 - length] == end[-1 - length]:
+                length += 1
+            if best is None or length > best[1]:
+                best = (text[place], length)
+        if best is not None:
+            return best
+    return None
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -41,6 +41,16 @@ def test_nothing_is_said_of_an_end_that_never_came_before() -> None:
     assert Repeats().next([]) is None
     assert Repeats([1, 2]).next([3, 4]) is None
     assert Repeats([1, 2, 3, 4]).next([9]) is None
+    assert Repeats([1, 2, 3, 4]).next([]) is None
+
+
+def test_one_token_of_agreement_is_enough_and_more_of_it_goes_first() -> None:
+    repeats = Repeats([1, 2, 3, 4, 9, 9, 8, 3, 7])
+    assert (found := repeats.next([3])) is not None
+    assert found[0] == 7  # the latest place
+    assert (longer := repeats.next([2, 3])) is not None
+    assert longer[0] == 4  # further back, and two tokens agree
+    assert longer[1] > found[1] > 0.05
 
 
 def test_chances_follow_what_happened() -> None:
