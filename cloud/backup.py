@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 from paceline.protocol.cloud_session import CloudSession
+from paceline.protocol.ngrams import RIGHT, SIZES, Ngrams
 from paceline.protocol.sampling import History, Sampling
 
 LONGEST = 16  # tokens drafted for a step, at most
@@ -36,9 +37,12 @@ class Backup(Protocol):
 
 
 class Ngram:
-    """Looks the end of the text up in what came before it; costs nothing worth counting."""
+    """Looks the end of the text up in what came before it, then in what the target is known to write; costs next to nothing."""
 
     seconds = 0.0
+
+    def __init__(self, table: Ngrams | None = None) -> None:
+        self._table = table
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
         text = array("i", tokens)
@@ -49,7 +53,8 @@ class Ngram:
                 if at % size == 0:
                     return text[at // size + length], REPEAT + (1 - REPEAT) * (length - SHORTEST) / SUFFIX
                 before = at + len(end) - 1
-        return None
+        known = self._table.after(text[-SIZES[0] :]) if self._table is not None else []
+        return (known[0][0], RIGHT * known[0][2]) if known else None
 
 
 class Grown(msgspec.Struct, frozen=True):

@@ -19,6 +19,7 @@ from paceline.cloud.spans import Spans
 from paceline.kernels.heap import keep_small
 from paceline.kernels.worker import OneThread
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.ngrams import Ngrams
 
 __all__ = ["ENGINES", "Settings", "drain", "house_of", "load_backup", "load_engine", "serve"]
 
@@ -68,8 +69,15 @@ def load_engine(settings: Settings, model: Path | None) -> Engine:
     raise PacelineError(f"engine {settings.engine!r} is not known; there are {', '.join(ENGINES)}")
 
 
-def load_backup(settings: Settings, engine: Engine, draft: Callable[[], Path]) -> list[TopUp]:
+def load_backup(
+    settings: Settings,
+    engine: Engine,
+    draft: Callable[[], Path],
+    ngrams: Callable[[str], Ngrams | None] = lambda fingerprint: None,
+) -> list[TopUp]:
     """What drafts where an edge's tree holds too little; `draft` is asked for its file only if a model is to.
+
+    `ngrams`: what the target of a vocabulary is known to write, by its fingerprint.
 
     Raises PacelineError if the draft is for another target.
     """
@@ -83,7 +91,7 @@ def load_backup(settings: Settings, engine: Engine, draft: Callable[[], Path]) -
         model = DraftBackup(draft(), engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
         found.append(TopUp(model))
     if settings.backup in ("ngram", "both"):
-        found.append(TopUp(Ngram()))
+        found.append(TopUp(Ngram(ngrams(engine.vocabulary.fingerprint))))
     return found
 
 

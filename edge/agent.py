@@ -21,16 +21,17 @@ import numpy as np
 from paceline.edge.draft import Draft, Extended
 from paceline.edge.drafter import Drafter, Runner
 from paceline.edge.generation import Generation, Report
+from paceline.edge.guesses import Guesses
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
-from paceline.edge.repeats import Repeats
 from paceline.edge.timeline import Timeline
 from paceline.protocol.channel import Channel
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import LinkError, PacelineError, ProtocolError
 from paceline.protocol.messages import BACKUP, Commit, Error, Hello, Message, Opened, Welcome
 from paceline.protocol.messages import Draft as DraftMessage
+from paceline.protocol.ngrams import Ngrams, Trust
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.vocabulary import Vocabulary
 
@@ -51,7 +52,9 @@ class Agent:
         random: Random,
         attempts: int | None = None,
         name: str = "paceline",
+        ngrams: Ngrams | None = None,
     ) -> None:
+        """`ngrams`: what the target is known to write."""
         hello = Hello(
             versions=(1,),
             vocabulary=vocabulary.name[:256],
@@ -61,6 +64,7 @@ class Agent:
         )
         self.link = Link(connect, hello, self, clock=clock, random=random, attempts=attempts)
         self.policy, self.predictor = policy, predictor
+        self._ngrams, self._trust = ngrams, Trust()
         self._vocabulary = vocabulary
         self._random = random
         self._sids = itertools.count(1)
@@ -136,8 +140,8 @@ class Agent:
             random=np.random.default_rng(self._random.getrandbits(128)),
         )
         if self.policy.drafts and self.policy.repeats and generation.rounds is None and not generation.draws:
-            # beside draws a repeat would stand where they belong
-            generation.repeats = Repeats((*request.prompt, *held))
+            # beside draws a guess would stand where they belong
+            generation.guesses = Guesses((*request.prompt, *held), self._ngrams, self._trust)
         if report is not None:
             report(generation)
         self._enter(generation)

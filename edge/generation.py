@@ -1,6 +1,7 @@
 """One generation on the device: the session's books, the draft's candidates, and what was measured on the way."""
 
 import asyncio
+import heapq
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
 from paceline.edge.drawing import FAN_OUT, Drawing
+from paceline.edge.guesses import Guesses
 from paceline.edge.planner import (
     DRAWN,
     IDLE,
@@ -22,7 +24,6 @@ from paceline.edge.planner import (
     to_send,
 )
 from paceline.edge.predictor import Predictor
-from paceline.edge.repeats import Repeats
 from paceline.edge.rounds import DRAWN_PATIENCE, NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
@@ -34,7 +35,8 @@ from paceline.protocol.tree import State
 ENOUGH = 0.98  # candidates of a row become nodes until they hold the target's choice with this probability
 STREAMED = 2.5  # tokens a step to reckon with before any were seen
 REPEATED = 12  # tokens of a repeat that join the tree at once
-SURE, FAINT = 3, 1  # tokens of agreement that a repeat needs beside the draft's nodes, and where there are none
+SURE = 3  # tokens of agreement that a repeat needs beside the draft's nodes
+GUESSED = 32  # places from which guesses go on where nothing was drafted
 NODES_LEFT = 64  # room in the tree below which nothing more is drafted
 
 
@@ -75,7 +77,7 @@ class Generation:
     thrift: float = 0.0  # chance to become text that a row must have to be run; 0: any that helps
     random: np.random.Generator = field(default_factory=np.random.default_rng)  # for draws, and nothing else
     rate: float = 0.0  # tokens a second that the agent has made lately
-    repeats: Repeats | None = None
+    guesses: Guesses | None = None
     switch: Switch = field(default_factory=Switch)
     ran_at: float = 0.0  # when a row was last run
     frontier: set[int] = field(default_factory=set)
@@ -130,8 +132,8 @@ class Generation:
         if self.rounds is not None:
             self.rounds.sent = False
         self._learn(event)
-        if self.repeats is not None:
-            self.repeats.extend(event.tokens)
+        if self.guesses is not None:
+            self.guesses.extend(event.tokens)
         tree = self.session.tree
         alive = {n for n in self.frontier if tree.state(n) is State.LIVE}
         if tree.root not in self.found:
@@ -140,8 +142,8 @@ class Generation:
         self.unsent = {n for n in self.unsent if tree.state(n) is State.LIVE and n != tree.root}
         self.found = {n: c for n, c in self.found.items() if tree.state(n) is State.LIVE}
         self.horizon.keep(tree)
-        if self.repeats is not None and tree.root not in self.found:  # where rows are dear, none may ever be run
-            self._repeat(tree.root, self.repeats, FAINT)
+        if self.guesses is not None and tree.root not in self.found:  # where rows are dear, none may ever be run
+            self._guess(tree.root, self.guesses)
 
     def _learn(self, event: Committed) -> None:
         """Compare what the draft offered along the committed path with what the target took."""
@@ -229,8 +231,8 @@ class Generation:
                 self.frontier.add(child)
         if found.drawn and children:
             self.session.drew(children[: found.drawn], found.support, found.counts)
-        if self.repeats is not None:
-            self._repeat(node, self.repeats, SURE)
+        if self.guesses is not None:
+            self._repeat(node, self.guesses)
 
     def _chances(self, found: Candidates) -> Floats:
         """Of candidates, how likely each is taken. Those of draws are their own alone: guesses depend on what was drawn."""
@@ -241,15 +243,12 @@ class Generation:
         own = self.predictor.probabilities(draws, seeded=self.seeded)
         return np.minimum.accumulate(np.concatenate((own, chances[found.drawn :])))  # earlier ones go first
 
-    def _repeat(self, node: int, repeats: Repeats, shortest: int) -> None:
-        """Where the text repeats itself after `node`, its next tokens join the tree without having been run.
-
-        shortest: tokens that have to agree.
-        """
+    def _repeat(self, node: int, guesses: Guesses) -> None:
+        """Where the text repeats itself after `node`, its next tokens join the tree without having been run."""
         tree = self.session.tree
         path, least = [tree.token(n) for n in tree.path(node)], self.bar.send
         for _ in range(REPEATED):
-            found = repeats.next(path, shortest)
+            found = guesses.repeat(path, SURE)
             if found is None or tree.position(node) + 2 >= self.session.max_tokens:
                 return
             token, chance = found
@@ -263,6 +262,26 @@ class Generation:
                 return
             node = child
             path.append(token)
+
+    def _guess(self, node: int, guesses: Guesses) -> None:
+        """What may follow `node`, where no row was run, joins the tree: the likeliest first, as far as it is worth its bytes."""
+        tree, least = self.session.tree, self.bar.send
+        heap = [(-tree.reach(node), node, [tree.token(n) for n in tree.path(node)])]
+        for _ in range(GUESSED):
+            if not heap:
+                return
+            minus, node, path = heapq.heappop(heap)
+            if node in self.found or tree.position(node) + 2 >= self.session.max_tokens:
+                continue  # the draft knows better; or the cloud chooses the last token by itself
+            for token, chance in guesses.after(path):
+                if math.log(chance) - minus < least:
+                    break
+                child = tree.child(node, token)
+                if child is None:
+                    child = tree.add(node, token, math.log(chance))
+                    self.unsent.add(child)
+                if token not in self.session.stop_ids:
+                    heapq.heappush(heap, (-tree.reach(child), child, [*path, token]))
 
     def send(self, now: float, wait: float = 0.0) -> Sequence[Message]:
         """Messages with the nodes that have become worth their bytes.

@@ -18,13 +18,13 @@ class Policy:
 
     `rounds`: tokens of a round, 0 as many as pay; None: no rounds. `outcomes`: how many outcomes of a round are prepared
     while it is on its way. `candidates`: of a row that become nodes, at most. `repeats`: whether repeats of the text join
-    the tree beside the draft's nodes. `waits`: whether the cloud may wait for nodes instead of stepping without. `backup`:
-    what the verifier drafts by itself where it holds too little (none, ngram, draft, both), `backup_length` tokens of it for a
-    step, 0 as many as pay. `recycles`: whether the verifier offers again what was drafted for places that the target left;
-    rounds are measured without, as the literature has them. `thrift`: percent of chance to become text that a row must have
-    to be run; 0: any that helps the speed. `rule`: how drafted tokens are accepted. `favour`, in rounds under the rule
-    `rejection`: the percentage to which the likelihood of the prepared outcomes' tokens is reduced when one is drawn (Saguaro
-    sampling).
+    the tree beside the draft's nodes; `ngrams`: and, where the draft has none, what the target is known to write. `waits`:
+    whether the cloud may wait for nodes instead of stepping without. `backup`: what the verifier drafts by itself where it
+    holds too little (none, ngram, draft, both), `backup_length` tokens of it for a step, 0 as many as pay. `recycles`: whether
+    the verifier offers again what was drafted for places that the target left; rounds are measured without, as the literature
+    has them. `thrift`: percent of chance to become text that a row must have to be run; 0: any that helps the speed. `rule`:
+    how drafted tokens are accepted. `favour`, in rounds under the rule `rejection`: the percentage to which the likelihood of
+    the prepared outcomes' tokens is reduced when one is drawn (Saguaro sampling).
     """
 
     name: str
@@ -35,6 +35,7 @@ class Policy:
     candidates: int = 8
     waits: bool = True
     repeats: bool = True
+    ngrams: bool = True
     backup: str = "none"
     backup_length: int = 0
     recycles: bool = True

@@ -3,7 +3,7 @@
 import hashlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from paceline.edge.websocket import Address, connecting
 from paceline.kernels.worker import OneThread
 from paceline.protocol.channel import Channel
 from paceline.protocol.messages import COUPLED
+from paceline.protocol.ngrams import Ngrams
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Settings:
     """What an agent on this machine needs.
 
     The next of `addresses` is tried whenever one cannot be reached. `round_trip` seconds are added to the link, for trying
-    things out. `provider` runs an ONNX draft.
+    things out. `provider` runs an ONNX draft. `ngrams`: what the target of a vocabulary is known to write, by its fingerprint.
     """
 
     addresses: tuple[Address, ...]
@@ -37,6 +38,7 @@ class Settings:
     attempts: int | None = 8
     predictor: bool = True
     provider: str | None = None
+    ngrams: Callable[[str], Ngrams | None] = lambda fingerprint: None
 
 
 @asynccontextmanager
@@ -65,6 +67,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
         clock=time.perf_counter,
         random=random.Random(),
         attempts=settings.attempts,
+        ngrams=settings.ngrams(text.vocabulary.fingerprint) if policy.drafts and policy.ngrams else None,
     )
     try:
         async with agent:

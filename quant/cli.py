@@ -167,6 +167,30 @@ def export(
 
 
 @app.command()
+def ngrams(
+    target: Annotated[Path, typer.Argument(help="A .gguf file or a Hugging Face folder.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The draft's folder, or a file to be made.")],
+    conversations: Annotated[
+        int, typer.Option(min=1, help="Own conversations to count; written where the cache has fewer.")
+    ] = 1200,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own prompts (JSON lines): their answers are counted instead.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="A file of own text to count instead.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder for the target's own text.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda, to write text on.")] = "cpu",
+) -> None:
+    """Count what TARGET writes into a table of n-grams, which drafts for nothing beside a draft or a verifier."""
+    from . import ngrams as counting
+    from . import schooling
+
+    with guarded(), bar("text") as step:
+        on = schooling.device_named(device)
+        path, table = counting.make(target, out, conversations, prompts, text, cache, on, step)
+    typer.echo(f"{path}: {len(table):,} contexts, {path.stat().st_size:,} bytes")
+
+
+@app.command()
 def verify(
     draft: Annotated[Path, typer.Argument(help="A draft folder.")],
     target: Annotated[Path | None, typer.Option(help="Also check that it is a draft for this target.")] = None,

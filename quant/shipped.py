@@ -11,12 +11,14 @@ from collections.abc import Callable
 from importlib.resources import as_file, files
 from pathlib import Path
 
+from paceline.protocol.ngrams import Ngrams
+
 from . import folder, patch
 from .errors import DraftError
 from .landing import landing
 from .vocab import write_vocabulary
 
-PATCH = "draft.patch"
+PATCH, NGRAMS = "draft.patch", "ngrams.npz"
 
 
 def names() -> list[str]:
@@ -29,6 +31,15 @@ def card(name: str) -> folder.Card:
     """What the shipped draft `name` is: its recipe, evaluation and digests."""
     with as_file(files("paceline.quant") / "drafts" / name) as source:
         return folder.read_card(source)
+
+
+def ngrams(fingerprint: str) -> Ngrams | None:
+    """The table of n-grams that ships for targets of the vocabulary with this fingerprint, if there is one."""
+    for name in names():
+        with as_file(files("paceline.quant") / "drafts" / name) as source:
+            if (source / NGRAMS).is_file() and folder.read_card(source).target["fingerprint"] == fingerprint:
+                return Ngrams.load(source / NGRAMS)
+    return None
 
 
 def rebuild(name: str, target: Path, draft: Path) -> None:

@@ -56,6 +56,7 @@ def chat(
 ) -> None:
     """Chat. Ctrl-C stops an answer, Ctrl-D leaves. Piped input is one question."""
     import asyncio
+    from functools import partial
 
     from paceline.edge.conversation import Conversation
     from paceline.edge.policies import policy as policy_named
@@ -63,6 +64,7 @@ def chat(
     from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.models import cache_folder
+    from paceline.scripts.pairs import ngrams_of
     from paceline.scripts.verifier import Choice, verifier
 
     policy = with_rule(with_power(policy, power), rule)
@@ -78,7 +80,15 @@ def chat(
     with verifier(choice) as place:
         attempts = None if alone else ATTEMPTS
         settings = Settings(
-            place.addresses, place.vocabulary, place.draft, cache_folder(), threads, rtt, attempts, provider=provider
+            place.addresses,
+            place.vocabulary,
+            place.draft,
+            cache_folder(),
+            threads,
+            rtt,
+            attempts,
+            provider=provider,
+            ngrams=partial(ngrams_of, draft=place.draft),
         )
         conversation = Conversation(params, max_tokens, system)
         shown = Shown(stats, color, optimistic, alone, resume)

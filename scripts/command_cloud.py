@@ -76,7 +76,7 @@ def cloud(
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.local import READY, when_stdin_ends
     from paceline.scripts.models import cache_folder, resolve
-    from paceline.scripts.pairs import backup_of, vocabulary_of
+    from paceline.scripts.pairs import backup_of, ngrams_of, vocabulary_of
     from paceline.scripts.progress import progress_bar
 
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -109,7 +109,7 @@ def cloud(
         )
         typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
-    top_ups = load_backup(settings, loaded, lambda: backup_of(settings.model, settings.backup_draft))
+    top_ups = load_backup(settings, loaded, lambda: backup_of(settings.model, settings.backup_draft), ngrams_of)
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

@@ -52,12 +52,14 @@ def edge(
     Point any client at http://127.0.0.1:8080/v1, with any key; open http://127.0.0.1:8080/ to chat and watch.
     """
     import asyncio
+    from functools import partial
 
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.policies import with_power
     from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.models import cache_folder
+    from paceline.scripts.pairs import ngrams_of
     from paceline.scripts.verifier import Choice, verifier
 
     policy = with_power(policy, power)
@@ -78,6 +80,7 @@ def edge(
             rtt,
             attempts=None,
             provider=provider,
+            ngrams=partial(ngrams_of, draft=place.draft),
         )
         asyncio.run(_serve(settings, policy, host, port, name, keys, origin or [], patience, alone, stop_with_stdin))
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from paceline.edge.websocket import Address
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
+from paceline.scripts.pairs import ngrams_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,17 @@ async def compare(
 ) -> dict[str, Any]:
     """Ask plainly, then with `policy`; figures of the second, and both texts."""
     text = Text(vocabulary)
-    settings = Settings((Address(url),), vocabulary, draft, cache_folder(), threads, rtt, attempts=3, provider=provider)
+    settings = Settings(
+        (Address(url),),
+        vocabulary,
+        draft,
+        cache_folder(),
+        threads,
+        rtt,
+        attempts=3,
+        provider=provider,
+        ngrams=partial(ngrams_of, draft=draft),
+    )
     async with running_agent(settings, text, policy_named("ar")) as agent:
         plain = await answer(agent, text, question)
     async with running_agent(settings, text, policy_named(policy)) as agent:

@@ -1,6 +1,7 @@
 """What the commands were given as target and draft, as files."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from paceline.protocol.errors import PacelineError
@@ -8,6 +9,9 @@ from paceline.quant.folder import CARD, ONNX, VOCABULARY, model_name, verify
 from paceline.scripts.catalogue import PAIRS
 from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, resolve_pair
 from paceline.scripts.progress import progress_bar
+
+if TYPE_CHECKING:
+    from paceline.protocol.ngrams import Ngrams
 
 
 def files_of(pair: str, target: str | None, draft: str | None) -> Pair:
@@ -37,6 +41,23 @@ def backup_of(target: str, draft: str | None) -> Path:
     if draft is None and target not in PAIRS:
         raise PacelineError(f"no draft is known for {target}: name one with --backup-draft")
     return draft_of(target, draft)
+
+
+def ngrams_of(fingerprint: str, draft: Path | None = None) -> "Ngrams | None":
+    """What the target of the vocabulary with this fingerprint is known to write: beside the draft, or as it ships; else None.
+
+    Raises PacelineError for a table that is damaged, or of another vocabulary.
+    """
+    from paceline.protocol.ngrams import Ngrams
+    from paceline.quant import shipped
+
+    path = draft.with_name(shipped.NGRAMS) if draft is not None else None
+    if path is None or not path.is_file():
+        return shipped.ngrams(fingerprint)
+    table = Ngrams.load(path)
+    if table.vocabulary != fingerprint:
+        raise PacelineError(f"{path} is of another vocabulary than the draft beside it: make it anew, or take it away.")
+    return table
 
 
 def vocabulary_beside(pair: str, draft: str | None) -> Path:

@@ -44,11 +44,11 @@ def load(settings: Settings) -> Loaded:
     """On the replica's machine: fetch the models where they are not there, and load them."""
     from paceline.cloud.logs import set_up
     from paceline.scripts.models import cache_folder, resolve
-    from paceline.scripts.pairs import backup_of, vocabulary_of
+    from paceline.scripts.pairs import backup_of, ngrams_of, vocabulary_of
 
     set_up(settings.log_format, settings.log_level)
     toy = settings.engine == "toy"
     path = None if toy else resolve(settings.model, cache_folder(), lambda done, total: None)
     engine = load_engine(settings, path)
-    top_ups = load_backup(settings, engine, lambda: backup_of(settings.model, settings.backup_draft))
+    top_ups = load_backup(settings, engine, lambda: backup_of(settings.model, settings.backup_draft), ngrams_of)
     return Loaded(engine, vocabulary_of(path) if path is not None else None, top_ups)

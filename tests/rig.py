@@ -17,6 +17,7 @@ from paceline.edge.generation import Report
 from paceline.edge.policies import policy
 from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
+from paceline.protocol.ngrams import Ngrams
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import History, Sampling, choose
 from paceline.scripts.lab.virtual import MemoryChannel, draft_runner, run_engine
@@ -91,6 +92,7 @@ def agent_of(
     attempts: int | None = None,
     name: str = "stream",
     row: float = 0.005,
+    ngrams: Ngrams | None = None,
 ) -> Agent:
     """`row`: seconds of a step of the draft over one row."""
 
@@ -108,6 +110,7 @@ def agent_of(
         clock=asyncio.get_running_loop().time,
         random=Random(0),
         attempts=attempts,
+        ngrams=ngrams,
     )
 
 

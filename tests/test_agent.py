@@ -13,8 +13,10 @@ from paceline.protocol.cloud_session import Walk
 from paceline.protocol.codec import encode
 from paceline.protocol.errors import Code, EngineError, LinkError, ProtocolError
 from paceline.protocol.messages import Goaway
+from paceline.protocol.ngrams import Ngrams
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
+from paceline.quant.ngrams import counted
 from paceline.scripts.lab.virtual import run
 from rig import FLOOR, Verifier, agent_of, answer, plain
 from toy_draft import ToyDraft
@@ -78,6 +80,22 @@ def test_a_text_that_repeats_itself_is_sent_ahead_where_no_row_is_worth_its_time
     assert without[1].figures.accepted < 10
     assert with_repeats[1].figures.accepted > 100
     assert with_repeats[1].figures.rows < 10
+
+
+def test_what_the_target_is_known_to_write_is_sent_ahead_too() -> None:
+    others = [[*p, *plain(ToyEngine(), p, SEEDED, 400)] for p in ((5, 6, 7), (9, 8, 2), (4, 4, 1))]
+    table = counted(others, ToyEngine().vocabulary.fingerprint)
+
+    async def main(known: Ngrams | None) -> tuple[list[int], Generation]:
+        draft, made = ToyDraft(ToyEngine()), list[Generation]()
+        draft.step_cost = [(1, 10 * FLOOR), (2, 11 * FLOOR)]
+        async with agent_of(Verifier(), draft, rtt=0.0, row=10 * FLOOR, ngrams=known) as agent:
+            tokens = await answer(agent, PROMPT, SEEDED, 200, report=made.append)
+        return tokens, made[0]
+
+    without, known = run(main(None)), run(main(table))
+    assert known[0] == without[0] == plain(ToyEngine(), PROMPT, SEEDED, 200)
+    assert known[1].figures.accepted > 1.3 * without[1].figures.accepted
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -33,6 +33,7 @@ from paceline.scripts.lab.edges import measured
 from paceline.scripts.lab.experiment import SETTLE, Events, ask
 from paceline.scripts.lab.proxy import precise_loop
 from paceline.scripts.lab.verifier import pin
+from paceline.scripts.pairs import ngrams_of
 
 
 async def answer(job: dict[str, Any], draft: Draft, policy: str, case: Case, url: str) -> dict[str, Any]:
@@ -47,9 +48,11 @@ async def answer(job: dict[str, Any], draft: Draft, policy: str, case: Case, url
     async def connect() -> Channel:
         return await SocketChannel.connect(Address(url, insecure=True))  # between two namespaces of this machine
 
+    chosen = policy_named(policy)
     agent = Agent(
-        connect, vocabulary, policy_named(policy), draft, predictor, run,
+        connect, vocabulary, chosen, draft, predictor, run,
         clock=time.perf_counter, random=random.Random(0), attempts=3,
+        ngrams=ngrams_of(vocabulary.fingerprint, Path(job["draft"])) if chosen.ngrams else None,
     )  # fmt: skip
     async with agent:
         await asyncio.sleep(SETTLE)

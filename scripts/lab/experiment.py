@@ -24,6 +24,7 @@ from paceline.edge.predictor import Predictor
 from paceline.protocol.channel import Channel
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.messages import REJECTION
+from paceline.protocol.ngrams import Ngrams
 from paceline.protocol.vocabulary import Vocabulary
 from paceline.scripts.lab.cases import Case
 from paceline.scripts.lab.edges import EdgeCost
@@ -88,6 +89,7 @@ class Bench:
     memo: Memo
     predictor: Predictor
     target: Callable[[], Engine] | None = None  # the real one, for texts that cannot be recorded
+    ngrams: Ngrams | None = None  # what the target is known to write
 
 
 def answer(bench: Bench, case: Case, setting: Setting, events: Events | None = None) -> Run:
@@ -129,6 +131,7 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
         _runner(setting.edge, events),
         clock=clock,
         random=random.Random(0),
+        ngrams=bench.ngrams if setting.policy.ngrams else None,
     )
     try:
         async with agent:
@@ -192,7 +195,7 @@ def _top_ups(bench: Bench, case: Case, setting: Setting, meter: Meter) -> list[T
     if kind in ("draft", "both"):
         found.append(TopUp(MemoBackup(bench.memo, case, setting.edge.first, meter), length))
     if kind in ("ngram", "both"):
-        found.append(TopUp(Ngram()))
+        found.append(TopUp(Ngram(bench.ngrams if setting.policy.ngrams else None)))
     return found
 
 

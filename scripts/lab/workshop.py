@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from paceline.cloud.engine import Engine
@@ -9,6 +10,7 @@ from paceline.cloud.engines.llamacpp import LlamaEngine
 from paceline.edge.draft import Candidates
 from paceline.edge.predictor import Predictor
 from paceline.edge.text import Text
+from paceline.protocol.ngrams import Ngrams
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
@@ -18,6 +20,7 @@ from paceline.scripts.lab.experiment import Bench, Setting, answer
 from paceline.scripts.lab.forest import Forest
 from paceline.scripts.lab.memo import Memo, begin, digest_of
 from paceline.scripts.models import Pair
+from paceline.scripts.pairs import ngrams_of
 
 CONTEXT = 4096
 WIDTH = 40  # nodes of a step of the real target
@@ -75,7 +78,12 @@ class Workshop:
         return predictor
 
     def bench(self, case: Case, predictor: Predictor) -> Bench:
-        return Bench(self.vocabulary, self.memo(case), predictor, self.live)
+        return Bench(self.vocabulary, self.memo(case), predictor, self.live, self.ngrams)
+
+    @cached_property
+    def ngrams(self) -> Ngrams | None:
+        """What the target is known to write."""
+        return ngrams_of(self.vocabulary.fingerprint, self.pair.draft)
 
     def live(self) -> Engine:
         """The target itself; where it takes part in virtual time its steps cost what they are said to."""

@@ -1,0 +1,118 @@
+"""What a target is known to write: which tokens followed its last three, two or one, in text of its own, and how often.
+
+A table of some hundred kilobytes drafts for nothing, on a device that is too slow for a model or beside the target, and together
+with what a text repeats of itself it goes further than either. It is made once (`paceline draft ngrams`); what it says is
+believed as often as it turns out right. Knows neither trees nor models.
+"""
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from paceline.protocol.errors import PacelineError
+
+SIZES = (3, 2, 1)  # tokens of context, the most first
+IDEAS = 4  # followers of a context that are kept
+BITS = 21  # of a token in a key
+LEAST, MOST = 1e-4, 0.99  # of a chance
+PRIOR, RIGHT, DECAY = (
+    4.0,
+    0.6,
+    0.995,
+)  # outcomes that the beginning counts for; how much of them was right; of what was before
+
+Idea = tuple[int, int, float]  # a token, tokens of context, its share among what followed that context
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Contexts of one size. keys: int64 [M], rising, see `packed`; tokens: int32 [M, IDEAS], the most frequent first, -1 where
+    there are fewer; shares: uint8 [M, IDEAS], of all that followed, in 255ths."""
+
+    keys: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int32]
+    shares: npt.NDArray[np.uint8]
+
+
+class Ngrams:
+    def __init__(self, grams: Mapping[int, Gram], vocabulary: str) -> None:
+        """`grams` by size; `vocabulary`: the fingerprint of what its tokens mean."""
+        self.grams, self.vocabulary = dict(grams), vocabulary
+
+    def __len__(self) -> int:
+        return sum(len(gram.keys) for gram in self.grams.values())
+
+    def after(self, end: Sequence[int]) -> list[Idea]:
+        """At most `IDEAS` of what may follow `end`, each another token: those of the longest context first."""
+        found = list[Idea]()
+        for size in SIZES:
+            if len(end) < size or (gram := self.grams.get(size)) is None:
+                continue
+            key = packed(end[len(end) - size :])
+            at = int(np.searchsorted(gram.keys, key))
+            if at == len(gram.keys) or gram.keys[at] != key:
+                continue
+            for token, share in zip(gram.tokens[at].tolist(), gram.shares[at].tolist(), strict=True):
+                if token >= 0 and all(token != other for other, _, _ in found):
+                    found.append((token, size, share / 255))
+                    if len(found) == IDEAS:
+                        return found
+        return found
+
+    def save(self, path: Path) -> None:
+        arrays = {
+            f"{name}{n}": getattr(g, name) for n, g in self.grams.items() for name in ("keys", "tokens", "shares")
+        }
+        with path.open("wb") as file:
+            np.savez_compressed(file, vocabulary=np.array(self.vocabulary), **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> "Ngrams":
+        """Raises PacelineError where the file is damaged."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                grams = {n: Gram(file[f"keys{n}"], file[f"tokens{n}"], file[f"shares{n}"]) for n in SIZES}
+                vocabulary = str(file["vocabulary"])
+            if not all(_sound(gram) for gram in grams.values()):
+                raise ValueError("its arrays contradict each other")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+            raise PacelineError(
+                f"{path} is not a usable table of n-grams: {e}. Make it with `paceline draft ngrams`."
+            ) from e
+        return cls(grams, vocabulary)
+
+
+def packed(tokens: Sequence[int]) -> int:
+    """The key of a context."""
+    key = 0
+    for token in tokens:
+        key = key << BITS | token
+    return key
+
+
+def _sound(gram: Gram) -> bool:
+    kinds = [array.dtype.name for array in (gram.keys, gram.tokens, gram.shares)]
+    shapes = [gram.keys.ndim, gram.tokens.shape, gram.shares.shape] == [1, *[(len(gram.keys), IDEAS)] * 2]
+    return shapes and kinds == ["int64", "int32", "uint8"] and bool((np.diff(gram.keys) > 0).all())
+
+
+class Trust:
+    """How often what a table says comes true, for each size of context: learned from every token that is written."""
+
+    def __init__(self) -> None:
+        self._promised = {size: PRIOR for size in SIZES}
+        self._right = {size: RIGHT * PRIOR for size in SIZES}
+
+    def chance(self, idea: Idea) -> float:
+        """How likely it comes next."""
+        _, size, share = idea
+        return min(max(share * self._right[size] / self._promised[size], LEAST), MOST)
+
+    def learn(self, ideas: Sequence[Idea], token: int) -> None:
+        """These stood to reason, and `token` came."""
+        for idea, size, share in ideas:
+            self._promised[size] = DECAY * self._promised[size] + share
+            self._right[size] = DECAY * self._right[size] + (idea == token)
