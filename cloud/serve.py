@@ -91,7 +91,9 @@ def load_backup(
         model = DraftBackup(draft(), engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
         found.append(TopUp(model))
     if settings.backup in ("ngram", "both"):
-        found.append(TopUp(Ngram(ngrams(engine.vocabulary.fingerprint))))
+        if (table := ngrams(engine.vocabulary.fingerprint)) is not None:
+            table.check(engine.vocabulary)
+        found.append(TopUp(Ngram(table)))
     return found
 
 

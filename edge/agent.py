@@ -54,7 +54,9 @@ class Agent:
         name: str = "paceline",
         ngrams: Ngrams | None = None,
     ) -> None:
-        """`ngrams`: what the target is known to write."""
+        """`ngrams`: what the target is known to write. Raises PacelineError if it is of another vocabulary."""
+        if ngrams is not None:
+            ngrams.check(vocabulary)
         hello = Hello(
             versions=(1,),
             vocabulary=vocabulary.name[:256],

@@ -6,6 +6,7 @@ believed as often as it turns out right. Knows neither trees nor models.
 """
 
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.vocabulary import Vocabulary
 
 SIZES = (3, 2, 1)  # tokens of context, the most first
 IDEAS = 4  # followers of a context that are kept
 BITS = 21  # of a token in a key
 LEAST, MOST = 1e-4, 0.99  # of a chance
+MOST_BYTES = 1 << 28  # of a table
 PRIOR, RIGHT, DECAY = (
     4.0,
     0.6,
@@ -62,6 +65,14 @@ class Ngrams:
                         return found
         return found
 
+    def check(self, vocabulary: Vocabulary) -> None:
+        """Raise PacelineError unless it is of this vocabulary."""
+        if self.vocabulary != vocabulary.fingerprint:
+            raise PacelineError(f"this table of n-grams is of another vocabulary than {vocabulary.name}: make it anew")
+        worst = max((int(g.tokens.max(initial=-1)) for g in self.grams.values()), default=-1)
+        if worst >= vocabulary.size:
+            raise PacelineError(f"this table of n-grams names token {worst}; {vocabulary.name} has {vocabulary.size}")
+
     def save(self, path: Path) -> None:
         arrays = {
             f"{name}{n}": getattr(g, name) for n, g in self.grams.items() for name in ("keys", "tokens", "shares")
@@ -73,12 +84,15 @@ class Ngrams:
     def load(cls, path: Path) -> "Ngrams":
         """Raises PacelineError where the file is damaged."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                grams = {n: Gram(file[f"keys{n}"], file[f"tokens{n}"], file[f"shares{n}"]) for n in SIZES}
-                vocabulary = str(file["vocabulary"])
+            with zipfile.ZipFile(path) as file:
+                if sum(part.file_size for part in file.infolist()) > MOST_BYTES:
+                    raise ValueError(f"it unpacks to more than {MOST_BYTES:,} bytes")
+            with np.load(path, allow_pickle=False) as arrays:
+                grams = {n: Gram(arrays[f"keys{n}"], arrays[f"tokens{n}"], arrays[f"shares{n}"]) for n in SIZES}
+                vocabulary = str(arrays["vocabulary"])
             if not all(_sound(gram) for gram in grams.values()):
                 raise ValueError("its arrays contradict each other")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as e:
+        except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
             raise PacelineError(
                 f"{path} is not a usable table of n-grams: {e}. Make it with `paceline draft ngrams`."
             ) from e

@@ -11,6 +11,7 @@ from paceline.edge.guesses import Guesses
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.ngrams import IDEAS, SIZES, Gram, Ngrams, Trust
 from paceline.protocol.sampling import Sampling
+from paceline.protocol.vocabulary import Vocabulary
 from paceline.quant import shipped
 from paceline.quant.errors import RecipeError
 from paceline.quant.ngrams import LEAST, counted
@@ -51,7 +52,7 @@ def test_a_table_comes_back_from_its_file_and_a_damaged_one_is_refused(tmp_path:
     assert Ngrams.load(path).vocabulary == "v"
     assert Ngrams.load(path).after([1, 2, 3]) == table.after([1, 2, 3])
     whole = path.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"PK nothing"):
+    for damaged in (whole[: len(whole) // 2], b"", b"PK nothing", whole[:300] + bytes(40) + whole[340:]):
         path.write_bytes(damaged)
         with pytest.raises(PacelineError, match="not a usable table of n-grams"):
             Ngrams.load(path)
@@ -64,6 +65,19 @@ def test_a_table_comes_back_from_its_file_and_a_damaged_one_is_refused(tmp_path:
         Ngrams(table.grams | {1: gram}, "v").save(path)
         with pytest.raises(PacelineError, match="contradict"):
             Ngrams.load(path)
+
+
+def test_a_table_is_held_against_the_vocabulary(tmp_path: Path) -> None:
+    table = counted(TEXTS, "v")
+    table.check(Vocabulary("words", 10, "v"))
+    with pytest.raises(PacelineError, match="of another vocabulary than words"):
+        table.check(Vocabulary("words", 10, "w"))
+    with pytest.raises(PacelineError, match="names token 9; words has 9"):
+        table.check(Vocabulary("words", 9, "v"))
+    vast = tmp_path / "vast.npz"
+    np.savez_compressed(vast, keys1=np.zeros(1 << 26, np.int64))  # a small file that unpacks to half a gigabyte
+    with pytest.raises(PacelineError, match="unpacks to more"):
+        Ngrams.load(vast)
 
 
 def test_tokens_too_large_for_a_key_are_refused() -> None:
