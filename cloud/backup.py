@@ -1,15 +1,16 @@
 """What the verifier drafts by itself where the edge's tree holds too little: from the text's own repeats, or with a model.
 
-A backup follows a path one token at a time. Its nodes join the session's tree beside the edge's; the edge never hears
-of them, and the text cannot depend on them. How far to go is decided by rate: another token is drafted while it adds
-more tokens a second than the step would make without it. With a draft model beside the target and no edge at all this
-is classic speculative decoding in one place (`colo`).
+A backup follows a path one token at a time, or has several ideas for a place. Its nodes join the session's tree beside those
+of the edge, which never hears of them, and the text cannot depend on them. How far to go is decided by rate: another token is
+drafted while it adds more tokens a second than the step would make without it. With a draft model beside the target and no
+edge at all this is classic speculative decoding in one place (`colo`).
 """
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ from paceline.protocol.ngrams import RIGHT, SIZES, Ngrams
 from paceline.protocol.sampling import History, Sampling
 
 LONGEST = 16  # tokens drafted for a step, at most
+BUSHY, FAINT = 40, 0.01  # the same of one that has several ideas for a place; what is reached less often is no idea
 DECAY = 0.98
 SUFFIX, SHORTEST = 8, 2  # tokens of the text's end that are looked for in what came before
 REPEAT = 0.6  # chance that a repeat goes on, before any was seen
@@ -45,31 +47,49 @@ class Ngram:
         self._table = table
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
-        text = array("i", tokens)
-        data, size = text.tobytes(), text.itemsize
-        for length in range(min(SUFFIX, len(text) - 1), SHORTEST - 1, -1):
-            end, before = data[-length * size :], len(data) - size  # something has to follow
-            while (at := data.rfind(end, 0, before)) >= 0:
-                if at % size == 0:
-                    return text[at // size + length], REPEAT + (1 - REPEAT) * (length - SHORTEST) / SUFFIX
-                before = at + len(end) - 1
-        known = self._table.after(text[-SIZES[0] :]) if self._table is not None else []
-        return (known[0][0], RIGHT * known[0][2]) if known else None
+        return next(iter(self.ideas(tokens)), None)
+
+    def ideas(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
+        """All that may come after `tokens`, each with its chance: what the text repeats first, then what is known."""
+        found = [repeat] if (repeat := _repeated(tokens)) is not None else []
+        for token, _, share in self._table.after(tokens[-SIZES[0] :]) if self._table is not None else ():
+            if not found or token != found[0][0]:
+                found.append((token, RIGHT * share))
+        return found
+
+
+def _repeated(tokens: Sequence[int]) -> tuple[int, float] | None:
+    """What followed the longest end of `tokens` that was there before, and the chance that it follows again."""
+    text = tokens if isinstance(tokens, array) else array("i", tokens)
+    data, size = text.tobytes(), text.itemsize
+    for length in range(min(SUFFIX, len(text) - 1), SHORTEST - 1, -1):
+        end, before = data[-length * size :], len(data) - size  # something has to follow
+        while (at := data.rfind(end, 0, before)) >= 0:
+            if at % size == 0:
+                return text[at // size + length], REPEAT + (1 - REPEAT) * (length - SHORTEST) / SUFFIX
+            before = at + len(end) - 1
+    return None
 
 
 class Grown(msgspec.Struct, frozen=True):
-    """A chain that was added here: its nodes, and for each the chance it was given; `parent` is what it hangs on."""
+    """Nodes that were added here, for each what it hangs on and the chance it was given."""
 
     record: "Record"
-    parent: int
+    parents: tuple[int, ...]
     nodes: tuple[int, ...]
     chances: tuple[float, ...]
 
     def learn(self, root: int, verified: Collection[int], walked: Collection[int]) -> None:
-        """What became of it: the target stood at `root`, walked these of the nodes that were verified."""
-        if self.parent == root or self.parent in walked:  # else nobody asked it
-            asked = [(n in walked, c) for n, c in zip(self.nodes, self.chances, strict=True) if n in verified]
+        """What became of them: the target stood at `root`, walked these of the nodes that were verified."""
+        told = zip(self.parents, self.nodes, self.chances, strict=True)
+        asked = [(n in walked, c) for p, n, c in told if n in verified and (p == root or p in walked)]
+        if asked:
             self.record.learn([taken for taken, _ in asked], [chance for _, chance in asked])
+
+
+Drafted = tuple[
+    int, float, int
+]  # a token, its log-probability, and the place before it that it follows; -1: the stub's tip
 
 
 @dataclass(frozen=True)
@@ -104,11 +124,10 @@ class Record:
         return min(self._taken / self._promised, 1.0)
 
     def learn(self, taken: Sequence[bool], chances: Sequence[float]) -> None:
-        """Which of a chain's tokens were taken, and the chances given to them; those after a refused one were not asked."""
-        asked = min(sum(taken) + 1, len(taken))
+        """Which of the tokens that the target was asked about were taken, and the chances given to them."""
         self._taken = DECAY * self._taken + sum(taken)
-        self._asked = DECAY * self._asked + asked
-        self._promised = DECAY * self._promised + sum(chances[:asked])
+        self._asked = DECAY * self._asked + len(taken)
+        self._promised = DECAY * self._promised + sum(chances)
 
 
 class TopUp:
@@ -119,6 +138,7 @@ class TopUp:
 
     def __init__(self, backup: Backup, length: int = 0) -> None:
         self.backup, self.length, self.record = backup, length, Record()
+        self._ideas: Callable[[Sequence[int]], list[tuple[int, float]]] | None = getattr(backup, "ideas", None)
 
     def look(self, session: CloudSession, width: int, least: float = 0.0) -> list[Stub]:
         """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too.
@@ -147,43 +167,62 @@ class TopUp:
             least,
         )
 
-    def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[tuple[int, float]]:
-        """(token, log-probability) of a chain that goes on from `stub`; a verification takes `verify` seconds.
+    def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[Drafted]:
+        """What goes on from `stub`, parents first; a verification takes `verify` seconds.
 
+        It is a chain, or a tree where the backup has several ideas for a place: then the likeliest place goes on next.
         `sessions` are in the step: what is drafted for one keeps all of them waiting.
         """
-        out: list[tuple[int, float]] = []
-        text = array("i", stub.tokens)
-        reach, gain, spent = stub.reach, stub.gain, 0.0
-        while (
-            len(out) < stub.room and reach > stub.least and self._pays(len(out), reach, sessions * gain, spent + verify)
-        ):
-            history = stub.history.after([token for token, _ in out]) if stub.history is not None else None
-            found = self.backup.follow(text, stub.sampling, history)
-            spent += self.backup.seconds
-            if found is None or found[0] in stop_ids:
+        out = list[Drafted]()
+        gain, spent, least = stub.gain, 0.0, stub.least if self._ideas is None else max(stub.least, FAINT)
+        heap = [(-stub.reach, -1, array("i", stub.tokens))]  # minus the chance to come by, place, text up to there
+        while heap:
+            minus, place, tokens = heappop(heap)
+            reach = -minus
+            if len(tokens) - len(stub.tokens) >= stub.room:
+                continue
+            if reach <= least or not self._pays(len(out), reach, sessions * gain, spent + verify):
                 break
-            chance = min(max(self.record.trust * found[1], 1e-4), 0.999)
-            reach *= chance
-            gain += reach
-            out.append((found[0], math.log(chance)))
-            text.append(found[0])
+            found = self._after(stub, tokens)
+            spent += self.backup.seconds
+            for token, said in found:
+                chance = min(max(self.record.trust * said, 1e-4), 0.999)
+                if token in stop_ids or (reach * chance <= least and self._ideas is not None):
+                    continue
+                gain += reach * chance
+                heappush(heap, (-reach * chance, len(out), tokens + array("i", (token,))))
+                out.append((token, math.log(chance), place))
         return out
 
-    def put(self, session: CloudSession, stub: Stub, drafted: Sequence[tuple[int, float]]) -> Grown | None:
-        """Add the chain to the tree, to which the edge may have added meanwhile. Returns what is new of it."""
-        tree, parent = session.tree, stub.tip
-        at = 0
-        while at < len(drafted) and (child := tree.child(parent, drafted[at][0])) is not None:
-            parent, at = child, at + 1
-        if any(child in session.intake.draws for child in tree.children(parent)):
-            return None  # what was drawn there goes first
-        nodes, tip = list[int](), parent
-        for token, chance in drafted[at:]:
-            nodes.append(tip := tree.add(tip, token, chance))
-        return Grown(self.record, parent, tuple(nodes), tuple(math.exp(c) for _, c in drafted[at:])) if nodes else None
+    def _after(self, stub: Stub, tokens: "array[int]") -> list[tuple[int, float]]:
+        if self._ideas is not None:
+            return self._ideas(tokens)
+        history = stub.history.after(tokens[len(stub.tokens) :]) if stub.history is not None else None
+        found = self.backup.follow(tokens, stub.sampling, history)
+        return [found] if found is not None else []
+
+    def put(self, session: CloudSession, stub: Stub, drafted: Sequence[Drafted]) -> Grown | None:
+        """Add it to the tree, to which the edge may have added meanwhile. Returns what is new of it."""
+        tree, ids, new = session.tree, list[int | None](), list[tuple[int, int, float]]()
+        for token, chance, place in drafted:
+            parent = stub.tip if place < 0 else ids[place]
+            child = tree.child(parent, token) if parent is not None else None
+            if parent is not None and child is None and not self._drawn(session, parent):
+                child = tree.add(parent, token, chance)
+                new.append((parent, child, math.exp(chance)))
+            ids.append(child)
+        if not new:
+            return None
+        parents, nodes, chances = zip(*new, strict=True)
+        return Grown(self.record, parents, nodes, chances)
+
+    @staticmethod
+    def _drawn(session: CloudSession, parent: int) -> bool:
+        """What was drawn there goes first."""
+        return any(child in session.intake.draws for child in session.tree.children(parent))
 
     def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
         if self.length:
             return drafted < self.length
-        return drafted < LONGEST and reach * self.record.acceptance * seconds > gain * self.backup.seconds
+        most = LONGEST if self._ideas is None else BUSHY
+        return drafted < most and reach * self.record.acceptance * seconds > gain * self.backup.seconds

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec.structs import replace
-from paceline.cloud.backup import Grown, Stub, TopUp
+from paceline.cloud.backup import Drafted, Grown, Stub, TopUp
 from paceline.cloud.engine import Blocks, Engine, Mask, Work, blocks_of
 from paceline.cloud.grammar import Constraint
 from paceline.cloud.recycling import Recycling
@@ -36,6 +36,7 @@ SOON = 1e-6  # seconds; an event loop may wake a sleeper early by its clock's re
 DOUBTLESS = 8.0  # nodes for which an edge is believed at first
 MEMORY = 0.97  # what is left of a step's outcome after the next one
 NEARLY = 0.5  # of what the least node counted that went along lately: what counts less is not drafted here
+PONDERED = 0.1  # of a step, at most, is thought about what costs no draft's time
 ACK_WINDOW = 512  # tokens a session may run ahead of what its edge has acknowledged
 
 
@@ -276,9 +277,12 @@ class Scheduler:
             return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
 
     async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
-        """Draft for the sessions that are about to choose."""
+        """Draft for the sessions that are about to choose: for all, or as many as there is time for, since they take turns."""
         verify = max(self._cost(1), self.floor)
+        enough = self._clock() + PONDERED * verify if top_up.backup.seconds == 0 else math.inf
         for seat in seats:
+            if self._clock() > enough:
+                return
             assert seat.handle is not None
             session = seat.session
             if session.position - self.engine.length(seat.handle) > self.engine.chunk:
@@ -409,7 +413,7 @@ class Scheduler:
 
 def _draft(
     top_up: TopUp, stubs: Sequence[Stub], verify: float, session: CloudSession, sessions: int
-) -> list[list[tuple[int, float]]]:
+) -> list[list[Drafted]]:
     return [top_up.draft(stub, verify, session.stop_ids, sessions) for stub in stubs]
 
 

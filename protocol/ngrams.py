@@ -9,6 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from paceline.protocol.vocabulary import Vocabulary
 SIZES = (3, 2, 1)  # tokens of context, the most first
 IDEAS = 4  # followers of a context that are kept
 BITS = 21  # of a token in a key
+REMEMBERED = 4096  # contexts looked up last
 LEAST, MOST = 1e-4, 0.99  # of a chance
 MOST_BYTES = 1 << 28  # of a table
 PRIOR, RIGHT, DECAY = (
@@ -44,12 +46,16 @@ class Ngrams:
     def __init__(self, grams: Mapping[int, Gram], vocabulary: str) -> None:
         """`grams` by size; `vocabulary`: the fingerprint of what its tokens mean."""
         self.grams, self.vocabulary = dict(grams), vocabulary
+        self._remembered = lru_cache(REMEMBERED)(self._after)  # from one step to the next most paths stay
 
     def __len__(self) -> int:
         return sum(len(gram.keys) for gram in self.grams.values())
 
-    def after(self, end: Sequence[int]) -> list[Idea]:
+    def after(self, end: Sequence[int]) -> tuple[Idea, ...]:
         """At most `IDEAS` of what may follow `end`, each another token: those of the longest context first."""
+        return self._remembered(tuple(end[-SIZES[0] :]))
+
+    def _after(self, end: tuple[int, ...]) -> tuple[Idea, ...]:
         found = list[Idea]()
         for size in SIZES:
             if len(end) < size or (gram := self.grams.get(size)) is None:
@@ -62,8 +68,8 @@ class Ngrams:
                 if token >= 0 and all(token != other for other, _, _ in found):
                     found.append((token, size, share / 255))
                     if len(found) == IDEAS:
-                        return found
-        return found
+                        return tuple(found)
+        return tuple(found)
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Raise PacelineError unless it is of this vocabulary."""

@@ -13,6 +13,7 @@ from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
 from paceline.protocol.messages import Commit, Draft, Open
 from paceline.protocol.sampling import History, Sampling, choose
+from paceline.quant.ngrams import counted
 
 T = TypeVar("T")
 
@@ -104,7 +105,8 @@ def test_it_goes_on_from_the_likeliest_chain_the_edge_has_sent() -> None:
     added = top_up.put(one, stub, drafted)
     assert added is not None
     assert len(added.nodes) == 1
-    assert one.tree.token(added.parent) == one.tree.token(one.tree.parent(added.nodes[0])) == drafted[0][0]
+    assert added.parents == (one.tree.parent(added.nodes[0]),)
+    assert one.tree.token(added.parents[0]) == drafted[0][0]
     assert top_up.put(one, stub, drafted) is None
 
 
@@ -119,6 +121,75 @@ def test_it_stops_where_another_token_does_not_pay() -> None:
 def test_it_leaves_room_for_the_targets_last_token() -> None:
     top_up = TopUp(Oracle(ToyEngine(), 0.0001), 8)
     assert len(top_up.draft(top_up.look(session(3), 8)[0], 0.03, ())) == 2
+
+
+KNOWN = counted([[1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 6], [9, 3, 4, 6, 3, 5, 7]], "v")
+
+
+def test_several_ideas_for_a_place_make_a_tree() -> None:
+    one, top_up = session(), TopUp(Ngram(KNOWN))  # its text is 1, 2, 3
+    [stub] = top_up.look(one, 8)
+    drafted = top_up.draft(stub, 0.03, ())
+    assert all(place < at for at, (_, _, place) in enumerate(drafted)), "parents come first"
+    assert {token for token, _, place in drafted if place < 0} >= {4, 5}
+    one.receive(Draft(1, 0, 0, (0,), (5,), bytes((9,))))  # meanwhile the edge sends one of them
+    grown = top_up.put(one, stub, drafted)
+    assert grown is not None
+    assert len(grown.nodes) == len(drafted) - 1
+    tree, root = one.tree, one.tree.root
+    assert [tree.parent(node) for node in grown.nodes] == list(grown.parents)
+    paths = {tuple(tree.token(n) for n in tree.path(node)) for node in grown.nodes}
+    assert {(4,), (4, 6), (5, 7)} <= paths
+    assert len({(tree.parent(n), tree.token(n)) for n in grown.nodes}) == len(grown.nodes)
+    before = top_up.record.trust
+    grown.learn(root, grown.nodes, [])
+    assert top_up.record.trust < before
+    assert top_up.draft(stub, 0.03, (4,))[0][0] != 4  # a token that ends the text is none
+
+
+def test_a_tree_leaves_room_for_the_targets_last_token() -> None:
+    top_up = TopUp(Ngram(KNOWN))
+    [stub] = top_up.look(session(3), 8)
+    drafted = top_up.draft(stub, 0.03, ())
+    depth = [1]
+    for _, _, place in drafted[1:]:
+        depth.append(1 if place < 0 else depth[place] + 1)
+    assert max(depth) == 2
+
+
+def test_many_sessions_are_thought_about_by_turns() -> None:
+    """Where thinking takes long, no step is kept waiting for it."""
+    now, asked = 0.0, list[int]()
+
+    class Slow(Ngram):
+        def ideas(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
+            nonlocal now
+            now += 0.002
+            asked.append(tokens[0])
+            return []
+
+    async def run_at_once(work: Callable[[], T]) -> T:
+        return work()
+
+    async def steps() -> None:
+        scheduler = Scheduler(ToyEngine(), run_at_once, lambda: now, floor=0.03, top_ups=[TopUp(Slow())])
+        commits, enough = list[Commit](), asyncio.Event()
+
+        def on_commit(commit: Commit) -> None:
+            commits.append(commit)
+            if len(commits) == 8:  # two steps of four sessions
+                enough.set()
+
+        for first in range(4):
+            opened = Open(sid=first, prompt=(first, 2, 3), sampling=Sampling(), max_tokens=9)
+            one = CloudSession(opened, Limits(12, 4096), "t")
+            scheduler.add(Seat(one, on_commit, lambda e: pytest.fail(str(e))))
+        task = asyncio.create_task(scheduler.run())
+        await enough.wait()
+        task.cancel()
+
+    asyncio.run(steps())
+    assert asked[:4] == [0, 1, 1, 2]  # 3 ms a step are two of them; the next step begins with the next session
 
 
 def test_ngrams_follow_the_longest_agreement() -> None:
@@ -176,7 +247,7 @@ def test_its_own_acceptance_is_learned() -> None:
 def test_what_nobody_asked_teaches_nothing() -> None:
     record = Record()
     before = record.acceptance
-    grown = Grown(record, 5, (6, 7), (0.8, 0.8))
+    grown = Grown(record, (5, 6), (6, 7), (0.8, 0.8))
     grown.learn(2, [5, 6, 7], [])  # the target left the path before it
     assert record.acceptance == before
     grown.learn(2, [5, 6, 7], [5, 6])

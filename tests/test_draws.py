@@ -121,7 +121,7 @@ def test_what_the_cloud_drafts_itself_gives_way_to_draws() -> None:
     top_up = TopUp(Ngram(), 2)
     (stub,) = top_up.look(session, 8)
     drafted = top_up.draft(stub, 0.03, ())
-    assert [t for t, _ in drafted] == [3, 1]
+    assert [t for t, *_ in drafted] == [3, 1]
     session.receive(draft(0, (0, 0), (5, 6), PAIR))  # meanwhile
     assert top_up.put(session, stub, drafted) is None
     assert session.plan(9).drawn_below(-1) == draws((5, 6), PAIR)

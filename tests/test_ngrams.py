@@ -25,8 +25,7 @@ def test_followers_of_the_longest_context_come_first() -> None:
     assert [(token, size) for token, size, _ in table.after([1, 2, 3])] == [(4, 3), (5, 3)]
     assert [(token, size) for token, size, _ in table.after([8, 2, 3])] == [(4, 2), (5, 2)]
     assert table.after([3])[0] == (4, 1, pytest.approx(3 / 5, abs=1 / 255))  # three times of four, and once unseen
-    assert table.after([99]) == []
-    assert table.after([]) == []
+    assert table.after([99]) == table.after([]) == ()
 
 
 def test_the_table_is_what_counting_says() -> None:
