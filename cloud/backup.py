@@ -87,9 +87,8 @@ class Grown(msgspec.Struct, frozen=True):
             self.record.learn([taken for taken, _ in asked], [chance for _, chance in asked])
 
 
-Drafted = tuple[
-    int, float, int
-]  # a token, its log-probability, and the place before it that it follows; -1: the stub's tip
+# A token, its log-probability, and the place before it that it follows; -1: the stub's tip.
+Drafted = tuple[int, float, int]
 
 
 @dataclass(frozen=True)
@@ -139,6 +138,7 @@ class TopUp:
     def __init__(self, backup: Backup, length: int = 0) -> None:
         self.backup, self.length, self.record = backup, length, Record()
         self._ideas: Callable[[Sequence[int]], list[tuple[int, float]]] | None = getattr(backup, "ideas", None)
+        self._most = length or (LONGEST if self._ideas is None else BUSHY)
 
     def look(self, session: CloudSession, width: int, least: float = 0.0) -> list[Stub]:
         """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too.
@@ -189,6 +189,8 @@ class TopUp:
                 chance = min(max(self.record.trust * said, 1e-4), 0.999)
                 if token in stop_ids or (reach * chance <= least and self._ideas is not None):
                     continue
+                if len(out) == self._most:
+                    return out
                 gain += reach * chance
                 heappush(heap, (-reach * chance, len(out), tokens + array("i", (token,))))
                 out.append((token, math.log(chance), place))
@@ -224,5 +226,4 @@ class TopUp:
     def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
         if self.length:
             return drafted < self.length
-        most = LONGEST if self._ideas is None else BUSHY
-        return drafted < most and reach * self.record.acceptance * seconds > gain * self.backup.seconds
+        return drafted < self._most and reach * self.record.acceptance * seconds > gain * self.backup.seconds

@@ -23,11 +23,8 @@ BITS = 21  # of a token in a key
 REMEMBERED = 4096  # contexts looked up last
 LEAST, MOST = 1e-4, 0.99  # of a chance
 MOST_BYTES = 1 << 28  # of a table
-PRIOR, RIGHT, DECAY = (
-    4.0,
-    0.6,
-    0.995,
-)  # outcomes that the beginning counts for; how much of them was right; of what was before
+PRIOR, RIGHT = 4.0, 0.6  # outcomes that the beginning counts for, and how much of what was promised came
+DECAY = 0.995  # of the outcomes before, with each token
 
 Idea = tuple[int, int, float]  # a token, tokens of context, its share among what followed that context
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import LONGEST, Grown, Ngram, Record, Stub, TopUp
+from paceline.cloud.backup import BUSHY, LONGEST, Grown, Ngram, Record, Stub, TopUp
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
@@ -145,6 +145,15 @@ def test_several_ideas_for_a_place_make_a_tree() -> None:
     grown.learn(root, grown.nodes, [])
     assert top_up.record.trust < before
     assert top_up.draft(stub, 0.03, (4,))[0][0] != 4  # a token that ends the text is none
+
+
+def test_a_tree_is_no_larger_than_it_may_be() -> None:
+    one = session()
+    for most in (1, 2, 3):
+        top_up = TopUp(Ngram(KNOWN), most)
+        assert len(top_up.draft(top_up.look(one, 8)[0], 0.03, ())) == most
+    top_up = TopUp(Ngram(counted([[*range(8)] * 40], "v")))
+    assert len(top_up.draft(top_up.look(session(400), 8)[0], 0.03, ())) <= BUSHY
 
 
 def test_a_tree_leaves_room_for_the_targets_last_token() -> None:
