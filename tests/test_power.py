@@ -55,12 +55,16 @@ def agent_on(device: Device, verifier: Verifier, draft: ToyDraft, name: str = "s
 
 
 def test_a_draft_that_is_slowed_down_is_planned_with_as_it_is() -> None:
-    """Cool, hot, cool again, in one answer: the cost is re-measured, fewer rows are run while it is hot, and more again."""
+    """Cool, hot, cool again, in one answer: the cost is re-measured, fewer rows are run while it is hot, and more again.
+
+    Without the text's repeats: the toy's are so many that it would be over before a second row was tried.
+    """
 
     async def talk() -> None:
         verifier, device = Verifier(), Device()
         loop, marks, costs = asyncio.get_running_loop(), list[float](), list[float]()
-        async with agent_on(device, verifier, ToyDraft(verifier.engine, noise=0.3)) as agent:  # type: ignore[arg-type]
+        draft = ToyDraft(verifier.engine, noise=0.3)  # type: ignore[arg-type]
+        async with agent_on(device, verifier, draft, "stream:repeats=0") as agent:
             tokens: list[int] = []
             async for event in agent.generate(GenerationRequest(PROMPT, Sampling(), 900)):
                 tokens.extend(event.tokens)
