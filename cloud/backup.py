@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 from paceline.protocol.cloud_session import CloudSession
-from paceline.protocol.ngrams import RIGHT, SIZES, Ngrams
+from paceline.protocol.ngrams import RIGHT, Ngrams
 from paceline.protocol.sampling import History, Sampling
 
 LONGEST = 16  # tokens drafted for a step, at most
@@ -52,7 +52,7 @@ class Ngram:
     def ideas(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
         """All that may come after `tokens`, each with its chance: what the text repeats first, then what is known."""
         found = [repeat] if (repeat := _repeated(tokens)) is not None else []
-        for token, _, share in self._table.after(tokens[-SIZES[0] :]) if self._table is not None else ():
+        for token, _, share in self._table.after(tokens) if self._table is not None else ():
             if not found or token != found[0][0]:
                 found.append((token, RIGHT * share))
         return found
@@ -224,6 +224,6 @@ class TopUp:
         return any(child in session.intake.draws for child in session.tree.children(parent))
 
     def _pays(self, drafted: int, reach: float, gain: float, seconds: float) -> bool:
-        if self.length:
-            return drafted < self.length
-        return drafted < self._most and reach * self.record.acceptance * seconds > gain * self.backup.seconds
+        if drafted >= self._most:
+            return False
+        return bool(self.length) or reach * self.record.acceptance * seconds > gain * self.backup.seconds

@@ -66,7 +66,7 @@ class Agent:
         )
         self.link = Link(connect, hello, self, clock=clock, random=random, attempts=attempts)
         self.policy, self.predictor = policy, predictor
-        self._ngrams, self._trust = ngrams, Trust()
+        self._ngrams, self._trust = ngrams if policy.ngrams else None, Trust()
         self._vocabulary = vocabulary
         self._random = random
         self._sids = itertools.count(1)

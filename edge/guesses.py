@@ -32,6 +32,6 @@ class Guesses:
         if (repeat := self._repeats.next(path)) is not None:
             chances[repeat[0]] = repeat[1]
         if self._table is not None:
-            for idea in self._table.after([*self._end, *path][-SIZES[0] :]):
+            for idea in self._table.after([*self._end, *path]):
                 chances[idea[0]] = max(chances.get(idea[0], 0.0), self._trust.chance(idea))
         return sorted(chances.items(), key=lambda found: -found[1])

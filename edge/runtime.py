@@ -67,7 +67,7 @@ async def running_agent(settings: Settings, text: Text, policy: Policy) -> Async
         clock=time.perf_counter,
         random=random.Random(),
         attempts=settings.attempts,
-        ngrams=settings.ngrams(text.vocabulary.fingerprint) if policy.drafts and policy.ngrams else None,
+        ngrams=settings.ngrams(text.vocabulary.fingerprint) if policy.drafts else None,
     )
     try:
         async with agent:

@@ -56,16 +56,12 @@ def chat(
 ) -> None:
     """Chat. Ctrl-C stops an answer, Ctrl-D leaves. Piped input is one question."""
     import asyncio
-    from functools import partial
 
     from paceline.edge.conversation import Conversation
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.policies import with_power, with_rule
-    from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
-    from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import ngrams_of
-    from paceline.scripts.verifier import Choice, verifier
+    from paceline.scripts.verifier import Choice, settings_of, verifier
 
     policy = with_rule(with_power(policy, power), rule)
     chosen = policy_named(policy)
@@ -79,17 +75,7 @@ def chat(
     choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, alone=alone)
     with verifier(choice) as place:
         attempts = None if alone else ATTEMPTS
-        settings = Settings(
-            place.addresses,
-            place.vocabulary,
-            place.draft,
-            cache_folder(),
-            threads,
-            rtt,
-            attempts,
-            provider=provider,
-            ngrams=partial(ngrams_of, draft=place.draft),
-        )
+        settings = settings_of(place, threads, rtt, attempts, provider)
         conversation = Conversation(params, max_tokens, system)
         shown = Shown(stats, color, optimistic, alone, resume)
         asyncio.run(_talk(settings, policy, conversation, prompt, shown))

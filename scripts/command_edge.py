@@ -52,15 +52,11 @@ def edge(
     Point any client at http://127.0.0.1:8080/v1, with any key; open http://127.0.0.1:8080/ to chat and watch.
     """
     import asyncio
-    from functools import partial
 
     from paceline.edge.policies import policy as policy_named
     from paceline.edge.policies import with_power
-    from paceline.edge.runtime import Settings
     from paceline.protocol.errors import PacelineError
-    from paceline.scripts.models import cache_folder
-    from paceline.scripts.pairs import ngrams_of
-    from paceline.scripts.verifier import Choice, verifier
+    from paceline.scripts.verifier import Choice, settings_of, verifier
 
     policy = with_power(policy, power)
     chosen = policy_named(policy)
@@ -71,17 +67,7 @@ def edge(
     door = (url or (), key, insecure, authority, certificate)
     choice = Choice(*door, local, pair, target, draft, threads, verify_floor, chosen.drafts, True, alone)
     with verifier(choice) as place:
-        settings = Settings(
-            place.addresses,
-            place.vocabulary,
-            place.draft,
-            cache_folder(),
-            threads,
-            rtt,
-            attempts=None,
-            provider=provider,
-            ngrams=partial(ngrams_of, draft=place.draft),
-        )
+        settings = settings_of(place, threads, rtt, None, provider)
         asyncio.run(_serve(settings, policy, host, port, name, keys, origin or [], patience, alone, stop_with_stdin))
 
 

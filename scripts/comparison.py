@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,12 @@ from msgspec.structs import replace
 from paceline.edge.agent import Agent
 from paceline.edge.generation import Generation
 from paceline.edge.policies import policy as policy_named
-from paceline.edge.runtime import Settings, running_agent
+from paceline.edge.runtime import running_agent
 from paceline.edge.text import Text
 from paceline.edge.websocket import Address
 from paceline.protocol.request import GenerationRequest
 from paceline.protocol.sampling import Sampling
-from paceline.scripts.models import cache_folder
-from paceline.scripts.pairs import ngrams_of
+from paceline.scripts.verifier import Place, settings_of
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,7 @@ async def compare(
 ) -> dict[str, Any]:
     """Ask plainly, then with `policy`; figures of the second, and both texts."""
     text = Text(vocabulary)
-    settings = Settings(
-        (Address(url),),
-        vocabulary,
-        draft,
-        cache_folder(),
-        threads,
-        rtt,
-        attempts=3,
-        provider=provider,
-        ngrams=partial(ngrams_of, draft=draft),
-    )
+    settings = settings_of(Place((Address(url),), vocabulary, draft), threads, rtt, 3, provider)
     async with running_agent(settings, text, policy_named("ar")) as agent:
         plain = await answer(agent, text, question)
     async with running_agent(settings, text, policy_named(policy)) as agent:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.protocol.errors import LinkError, PacelineError
 
 if TYPE_CHECKING:
+    from paceline.edge.runtime import Settings
     from paceline.edge.websocket import Address
 
 
@@ -19,6 +20,29 @@ class Place:
     addresses: "tuple[Address, ...]"
     vocabulary: Path
     draft: Path | None
+
+
+def settings_of(
+    place: Place, threads: int | None, round_trip: float, attempts: int | None, provider: str | None
+) -> "Settings":
+    """What an agent on this machine needs there; see `Settings`."""
+    from functools import partial
+
+    from paceline.edge.runtime import Settings
+    from paceline.scripts.models import cache_folder
+    from paceline.scripts.pairs import ngrams_of
+
+    return Settings(
+        place.addresses,
+        place.vocabulary,
+        place.draft,
+        cache_folder(),
+        threads,
+        round_trip,
+        attempts,
+        provider=provider,
+        ngrams=partial(ngrams_of, draft=place.draft),
+    )
 
 
 @dataclass(frozen=True)

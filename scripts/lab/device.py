@@ -48,11 +48,10 @@ async def answer(job: dict[str, Any], draft: Draft, policy: str, case: Case, url
     async def connect() -> Channel:
         return await SocketChannel.connect(Address(url, insecure=True))  # between two namespaces of this machine
 
-    chosen = policy_named(policy)
     agent = Agent(
-        connect, vocabulary, chosen, draft, predictor, run,
+        connect, vocabulary, policy_named(policy), draft, predictor, run,
         clock=time.perf_counter, random=random.Random(0), attempts=3,
-        ngrams=ngrams_of(vocabulary.fingerprint, Path(job["draft"])) if chosen.ngrams else None,
+        ngrams=ngrams_of(vocabulary.fingerprint, Path(job["draft"])),
     )  # fmt: skip
     async with agent:
         await asyncio.sleep(SETTLE)

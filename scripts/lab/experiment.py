@@ -131,7 +131,7 @@ async def _answer(bench: Bench, case: Case, setting: Setting, events: Events) ->
         _runner(setting.edge, events),
         clock=clock,
         random=random.Random(0),
-        ngrams=bench.ngrams if setting.policy.ngrams else None,
+        ngrams=bench.ngrams,
     )
     try:
         async with agent:
