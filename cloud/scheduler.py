@@ -117,7 +117,6 @@ class Outcome(msgspec.Struct, frozen=True):
     step: float  # seconds
     own: Collection[int]  # nodes of its tree that a backup had drafted
     grown: Sequence[Grown]
-    root: int  # where its tree stood
 
 
 @dataclass
@@ -170,6 +169,7 @@ class Scheduler:
         self._cost = StepCost(engine.step_cost)
         self._cut = -math.inf  # log of what the least node counted that went along lately, where others were left out
         self._later: list[Outcome] = []  # of the last step, for those who have not heard yet
+        self._last: tuple[Sequence[tuple[Seat, Work]], float, float] | None = None  # step, until its account is taken
         self._seats: list[Seat] = []
         self._leaving: list[Seat] = []
         self._wake = asyncio.Event()
@@ -218,17 +218,27 @@ class Scheduler:
         """Step for ever; ends by cancellation."""
         while True:
             self._wake.clear()
-            self._let_go()
-            now = self._clock()
-            due = {seat: seat.due(now) for seat in self._seats}
-            seats = [s for s in self._seats if due[s] <= now + SOON]
+            seats, wait = self._due()
             if not seats:
                 self._catch_up()
-                await self._sleep(min(due.values(), default=math.inf) - now)
+                await self._sleep(wait)
                 continue
             await self._step(seats)
             if self._seats:
                 self._seats.append(self._seats.pop(0))
+
+    def _due(self) -> tuple[list[Seat], float]:
+        """Whose step may begin, each with a sequence of the engine; if there are none, seconds until the next one's may."""
+        self._let_go()
+        now = self._clock()
+        ready: list[Seat] = []
+        soon, first = now + SOON, math.inf
+        for seat in tuple(self._seats):
+            if (at := seat.due(now)) > soon:
+                first = min(first, at)
+            elif seat.handle is not None or self._seated(seat):
+                ready.append(seat)
+        return ready, first - now
 
     async def _sleep(self, seconds: float) -> None:
         """Until something arrives, or for so long."""
@@ -237,7 +247,6 @@ class Scheduler:
                 await self._wake.wait()
 
     async def _step(self, seats: Sequence[Seat]) -> None:
-        seats = [s for s in seats if self._seated(s)]
         for top_up in tuple(self._top_ups):
             self._catch_up()
             await self._grow(seats, top_up)
@@ -253,17 +262,14 @@ class Scheduler:
         if elapsed < self.floor:
             await asyncio.sleep(min(self.floor - elapsed, self.floor))  # even if the clock went back
         now = self._clock()
-        step = now - begin
-        rows = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch)
-        if all(work.choose for _, work in batch):
-            self._cost.learn(rows, spent)
-        self._deliver(batch, results, step, now)
-        f = self.figures
-        f.steps, f.rows = f.steps + 1, f.rows + rows
-        f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
+        self._deliver(batch, results, now - begin, now)
+        self._last = batch, now - begin, spent
 
     def _catch_up(self) -> None:
         """Do what the last step left to do."""
+        if self._last is not None:
+            self._account(*self._last)
+            self._last = None
         later, self._later = self._later, []
         for outcome in later:
             self._tell(outcome)
@@ -315,74 +321,84 @@ class Scheduler:
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         """Each session's work. Prompts share one chunk a step, so that a long one stalls nobody for long."""
-        room, shares, choosing = self.engine.chunk, list[tuple[Seat, tuple[int, ...]]](), list[Seat]()
+        choosing: list[Seat] = []
+        shares: list[tuple[Seat, tuple[int, ...]]] = []
+        room, rows, length = self.engine.chunk, 0, self.engine.length
         for seat in seats:
             assert seat.handle is not None
-            missing = seat.session.after(self.engine.length(seat.handle))
+            taken = missing = seat.session.after(length(seat.handle))
             assert missing, "an engine leaves at least the last token to be run"
-            taken = missing if len(missing) == 1 else missing[:room]
-            if not taken:
-                continue
-            if len(taken) > 1:
+            if (count := len(missing)) > 1:
+                taken = missing[:room]
+                if not taken:
+                    continue
                 room -= len(taken)
-            if len(taken) == len(missing):
+            if len(taken) == count:
                 choosing.append(seat)
+            rows += len(taken)
             shares.append((seat, taken))
-        plans = self._choose(choosing, sum(len(tokens) for _, tokens in shares))
-        return [(seat, self._work(seat, tokens, plans.get(seat))) for seat, tokens in shares]
+        self._choose(choosing, rows)
+        return [(seat, self._work(seat, tokens)) for seat, tokens in shares]
 
-    def _choose(self, seats: Sequence[Seat], rows: int) -> dict[Seat, Plan]:
-        """The nodes that pay for their rows, as much to those who get little as to those who get much.
+    def _choose(self, seats: Sequence[Seat], rows: int) -> None:
+        """Each one's part: the nodes that pay for their rows, as much to those who get little as to those who get much.
 
         What a step gives a session counts by what it gets in a step, so that no edge's many likely nodes slow the others down
         for more than they bring it: the product of all rates is what grows (proportional fairness). An edge says how likely its
         nodes are; one that is wrong about it is believed less, so that it takes nobody's rows. No more are taken than would pay
-        if all were sure.
+        if all were sure. `rows` go along anyway.
         """
-        base, least = sum(1 / seat.pace for seat in seats), min((seat.pace for seat in seats), default=1.0)
+        paces = [seat.pace for seat in seats]
+        base, least = sum([1 / pace for pace in paces]), min(paces, default=1.0)
         priced = step_seconds(self.width, self._cost, base_rows=rows, floor=self.floor)
-        seconds = priced[: most_count(1 / least, priced, base) + 1].tolist()
+        seconds = priced[: most_count(1 / least, priced, base) + 1]
         recycling = self._recycling
-        faint = (
-            math.log(recycling.least(sum(seat.pace for seat in seats), seconds[0])) if recycling is not None else 0.0
-        )
-        parts = [Part(seat.session, seat.counts, faint, seat.own) for seat in seats]
-        for seat, part in zip(seats, parts, strict=True):
-            seat.part = part
+        faint = math.log(recycling.least(sum(paces), float(seconds[0]))) if recycling is not None else 0.0
+        parts: list[Part] = []
+        for seat in seats:
+            seat.part = part = Part(seat.session, seat.counts, faint, seat.own)
+            parts.append(part)
         self._cut = choose(parts, seconds, base, recycling)
-        return {seat: part.plan() for seat, part in zip(seats, parts, strict=True)}
 
-    def _work(self, seat: Seat, tokens: tuple[int, ...], plan: Plan | None) -> Work:
-        """`plan` None: a chunk of a prompt."""
-        s, choose = seat.session, plan is not None
+    def _work(self, seat: Seat, tokens: tuple[int, ...]) -> Work:
+        """Without a part of the step, these are a chunk of a prompt."""
+        s, part, mask = seat.session, seat.part, None
         assert seat.handle is not None
-        mask = partial(_mask, seat.constraint, tuple(s.committed)) if seat.constraint is not None and choose else None
-        return Work(seat.handle, tokens, plan or Plan(), s.sampling, s.history, s.logprobs, choose, mask)
+        if part is None:
+            return Work(seat.handle, tokens, Plan(), s.sampling, s.history, s.logprobs, False, None)
+        if seat.constraint is not None:
+            mask = partial(_mask, seat.constraint, tuple(s.committed))
+        return Work(seat.handle, tokens, part.plan(), s.sampling, s.history, s.logprobs, True, mask)
 
     def _deliver(
         self, batch: Sequence[tuple[Seat, Work]], results: Sequence[Walk | EngineError | None], step: float, now: float
     ) -> None:
+        """The texts grow; who is to know of it hears it later."""
         for (seat, work), result in zip(batch, results, strict=True):
-            self._apply(seat, work.plan, result, step, now)
+            part, seat.part = seat.part, None
+            if seat.gone or result is None:
+                continue
+            if isinstance(result, EngineError):
+                self._fail(seat, Code.ENGINE, str(result))
+                continue
+            assert part is not None, "who chose had a part"
+            session, plan, own, grown = seat.session, work.plan, seat.own, seat.grown
+            if own:
+                own, seat.grown = session.tree.alive(own), []
+                seat.own = own
+                plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
+            tokens = session.grow(plan, result)
+            seat.pace += (1 - MEMORY) * (len(tokens) - seat.pace)
+            seat.stepped(now, len(session.tree) > 0 or not plan.held)
+            self._later.append(Outcome(seat, part, plan, result, tokens, step, own, grown))
 
-    def _apply(self, seat: Seat, plan: Plan, result: Walk | EngineError | None, step: float, now: float) -> None:
-        """The session's text grows; who is to know of it hears it later."""
-        if seat.gone or result is None:
-            return
-        if isinstance(result, EngineError):
-            self._fail(seat, Code.ENGINE, str(result))
-            return
-        session, part, root = seat.session, seat.part, seat.session.tree.root
-        assert part is not None, "who chose had a part"
-        own, grown = seat.own, seat.grown
-        if own:
-            own, seat.grown = session.tree.alive(own), []
-            seat.own = own
-            plan = replace(plan, held=plan.held - len(own))  # a hit is what the edge had sent
-        tokens = session.grow(plan, result)
-        seat.pace += (1 - MEMORY) * (len(tokens) - seat.pace)
-        seat.stepped(now, len(session.tree) > 0 or not plan.held)
-        self._later.append(Outcome(seat, part, plan, result, tokens, step, own, grown, root))
+    def _account(self, batch: Sequence[tuple[Seat, Work]], step: float, spent: float) -> None:
+        """A step took `step` seconds, `spent` of them in the engine."""
+        rows, f = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch), self.figures
+        if all(work.choose for _, work in batch):
+            self._cost.learn(rows, spent)
+        f.steps, f.rows = f.steps + 1, f.rows + rows
+        f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
 
     def _tell(self, outcome: Outcome) -> None:
         """Send a commit, and learn from it."""
@@ -391,7 +407,7 @@ class Scheduler:
         through = {plan.nodes[place] for place in walk.accepted}
         seat.learn(part.promised, sum(node >= 0 and node not in outcome.own for node in through))
         for grown in outcome.grown:
-            grown.learn(outcome.root, plan.nodes, through)
+            grown.learn(part.root, plan.nodes, through)
         if part.recycled and self._recycling is not None:
             self._recycling.learn(part.recycled, plan.parents, walk.accepted)
         self.figures.count(commit)

@@ -127,13 +127,12 @@ class CloudSession:
 
     def grow(self, plan: Plan, walk: Walk) -> list[int]:
         """The part of `apply` that the next step waits for: the text is longer by these tokens, and the tree is eaten."""
-        assert self.finish in ("", "cancelled"), "nothing follows the end"
-        committed = self.committed
-        assert plan.base in (None, len(committed)), "the text grew while the step ran"
+        committed, finish, base = self.committed, self.finish, plan.base
+        assert not finish or finish == "cancelled", "nothing follows the end"
+        assert base is None or base == len(committed), "the text grew while the step ran"
         if walked := walk.accepted:
-            parents, planned = plan.parents, plan.tokens
-            assert [parents[i] for i in walked] == [-1, *walked[:-1]], "not a path"
-            tokens = [*[planned[i] for i in walked], walk.token]
+            assert (-1, *walked[:-1]) == tuple(map(plan.parents.__getitem__, walked)), "not a path"
+            tokens = [*map(plan.tokens.__getitem__, walked), walk.token]
         else:
             tokens = [walk.token]
         if len(tokens) >= self.max_tokens - len(committed) or not self.stop_ids.isdisjoint(tokens):

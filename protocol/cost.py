@@ -9,7 +9,7 @@ free width of the hardware; on a CPU it is what pays.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ ADRIFT = 3  # after so many steps off in the same way the whole curve moves
 HICCUP = 2.0  # of what is expected where little was seen: more is not believed of one step; elsewhere, `OFF`
 NEWS = 0.005  # by so much a bin moves before the curve is fitted anew
 MIN_SECONDS = 1e-6
+ASKED = 256  # choices of rows of which a curve remembers what it says: a crowd's steps soon have had them all
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Curve:
     rows: Floats  # [n + 1], rising; the last one is `trial`
     seconds: Floats  # [n + 1]; the last one if the piece before it goes on
     far: float
+    reckoned: dict[tuple[int, int, float], Floats] = field(default_factory=dict)  # by `step_seconds`: what it was asked
 
     def at(self, rows: float) -> float:
         most = self.rows[-2]
@@ -111,6 +113,11 @@ class StepCost:
     def trial(self, rows: Ints) -> Floats:
         """The same for a choice of rows [n], rising; but a few more than were ever seen are tried at the last piece's price."""
         return self._fitted().tried(rows) if self._bins else np.full(len(rows), MIN_SECONDS)
+
+    @property
+    def reckoned(self) -> dict[tuple[int, int, float], Floats]:
+        """What `step_seconds` has reckoned with the curve of now."""
+        return self._fitted().reckoned if self._bins else {}
 
     def _add(self, rows: int, seconds: float) -> Bin:
         if (found := self._bins.get(_bin(rows))) is not None:
@@ -198,10 +205,19 @@ def best_count(
 def step_seconds(most: int, cost: StepCost, *, base_rows: int = 0, floor: float = 0.0) -> Floats:
     """What a step is reckoned to take beside `base_rows` rows with 0, 1, ... `most` optional ones [most + 1].
 
-    The rate of what they gain rises to one peak and falls, as gains fall and this is convex.
+    The rate of what they gain rises to one peak and falls, as gains fall and this is convex. Nobody may write to it.
     """
+    known, asked = cost.reckoned, (most, base_rows, floor)
+    if (found := known.get(asked)) is not None:
+        return found
     seconds: Floats = np.maximum(cost.trial(base_rows + np.arange(most + 1)), max(floor, MIN_SECONDS))
-    return seconds[0] + (1 + CAUTION) * (seconds - seconds[0]) if base_rows else seconds
+    if base_rows:
+        seconds = seconds[0] + (1 + CAUTION) * (seconds - seconds[0])
+    seconds.setflags(write=False)
+    if len(known) >= ASKED:
+        known.clear()
+    known[asked] = seconds
+    return seconds
 
 
 def most_count(gain: float, seconds: Floats, base_gain: float) -> int:

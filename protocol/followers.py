@@ -5,10 +5,12 @@ words after it. So this is kept where the tree forgets.
 """
 
 import math
-from bisect import bisect, insort
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 Place = tuple[int, int]  # position in the text, token
-Follower = tuple[int, float, int]  # position, log-probability, minus the token
+Follower = tuple[int, float, int]  # minus the position, minus the log-probability, token
 RECENT = 12  # followers of one token that are kept, those furthest on in the text
 MOST = 2048  # nodes after which what lies behind the text is let go of
 
@@ -16,7 +18,7 @@ MOST = 2048  # nodes after which what lies behind the text is let go of
 class Followers:
     def __init__(self) -> None:
         self._places: dict[int, Place] = {}  # of nodes, by the edge's numbers
-        self._after: dict[int, list[Follower]] = {}  # by the token before; rising
+        self._after: dict[int, list[Follower]] = {}  # by the token before; rising: the one furthest on is the first
         self._noted = 0  # since the last letting go
 
     def __len__(self) -> int:
@@ -30,9 +32,9 @@ class Followers:
         position, before = parent
         self._places[number] = position + 1, token
         found = self._after.setdefault(before, [])
-        insort(found, (position + 1, log_probability, -token))
+        insort(found, (~position, -log_probability, token))
         if len(found) > RECENT:
-            del found[0]
+            del found[-1]
         self._noted += 1
 
     def place(self, number: int) -> Place | None:
@@ -41,36 +43,28 @@ class Followers:
 
     def likely(self, position: int, token: int, most: int = RECENT) -> list[int]:
         """What was drafted after `token`: nearest to where `token` is now, `position`, first, of equals the likeliest."""
-        found = self._after.get(token)
-        if not found:
-            return []
-        if found[-1][0] > position + 1:  # else all of it stands before, and the last one is the nearest
-            found = sorted(found, key=lambda f: (-abs(f[0] - position - 1), f[1], f[2]))
-        tokens = list[int]()
-        for _, _, minus in reversed(found):
-            if -minus not in tokens:
-                tokens.append(-minus)
-                if len(tokens) == most:
-                    break
-        return tokens
+        found, here = self._after.get(token, []), ~position
+        if found and found[0][0] < here:  # else all of it stands before, and the first one is the nearest
+            found = sorted(found, key=lambda f: (abs(f[0] - here), f[1], f[2]))
+        return list(dict.fromkeys(token for _, _, token in found))[:most]
 
     def likeliest(self, position: int, token: int) -> int | None:
         """The first of `likely`; None: nothing was."""
-        found = self._after.get(token)
-        if not found:
-            return None
-        here, last = position + 1, found[-1]
-        if last[0] <= here:
-            return -last[2]
-        at = bisect(found, (here, math.inf))  # the first one further on
-        behind = found[bisect(found, (found[at][0], math.inf), at) - 1]  # the likeliest of those
-        if at == 0:
-            return -behind[2]
-        before = found[at - 1]
-        nearer = (here - before[0]) - (behind[0] - here)
-        if nearer == 0:
-            nearer = 1 if behind[1:] > before[1:] else -1
-        return -(behind if nearer > 0 else before)[2]
+        return next(iter(self.chain(position, token, 1)), None)
+
+    def chain(self, position: int, token: int, most: int, stops: AbstractSet[int] = frozenset()) -> list[int]:
+        """The likeliest after `token`, which is at `position`, the likeliest after that, ...: `most`, or up to one of `stops`."""
+        chain: list[int] = []
+        after = self._after
+        for here in range(~position, ~position - most, -1):
+            if not (found := after.get(token)):
+                break
+            nearest = found[0]
+            token = nearest[2] if nearest[0] >= here else _nearest(found, here)
+            chain.append(token)
+        if not stops.isdisjoint(chain):
+            del chain[next(i for i, token in enumerate(chain) if token in stops) :]
+        return chain
 
     def number_anew(self) -> None:
         """The edge begins to count again."""
@@ -86,3 +80,16 @@ class Followers:
             self._places = {}
         if len(self._after) > MOST:
             self._after = {}
+
+
+def _nearest(found: Sequence[Follower], here: int) -> int:
+    """The token that was drafted nearest to a position, of equals the likeliest, where some was drafted further on.
+
+    `here`: minus the position.
+    """
+    at = bisect_left(found, (here, -math.inf))
+    behind = found[bisect_left(found, (found[at - 1][0], -math.inf))]  # the nearest further on
+    if at == len(found):
+        return behind[2]
+    before = found[at]
+    return behind[2] if (here - behind[0], *behind[1:]) < (before[0] - here, *before[1:]) else before[2]

@@ -53,7 +53,7 @@ class Ngrams:
         return self._remembered(tuple(end[-SIZES[0] :]))
 
     def _after(self, end: tuple[int, ...]) -> tuple[Idea, ...]:
-        found = list[Idea]()
+        found: list[Idea] = []
         for size in SIZES:
             if len(end) < size or (gram := self.grams.get(size)) is None:
                 continue

@@ -140,7 +140,8 @@ class Tree:
         If the tokens leave the tree, everything in it is dropped and the new root is a fresh node.
         """
         first, all_tokens, children, states = self._first, self._token, self._children, self._state
-        node, walked, passed = self.root, list[int](), list[int]()
+        node = self.root
+        walked: list[int] = []
         for token in tokens:
             for child in children[node - first] or ():
                 if all_tokens[child - first] == token:
@@ -148,15 +149,15 @@ class Tree:
             else:
                 self._leave(walked, tokens)
                 return walked
-            passed.append(node)
             walked.append(node := child)
-        for above, follower in zip(passed, walked, strict=True):
+        above, self.root = self.root, node
+        for follower in walked:
             states[above - first] = COMMITTED
             siblings = children[above - first]
             if siblings is not None and len(siblings) > 1:
                 self._kill([c for c in siblings if c != follower])
-        self._live -= len(passed)
-        self.root = node
+            above = follower
+        self._live -= len(walked)
         return walked
 
     def subtree(self, node: int) -> Iterator[int]:
@@ -192,7 +193,7 @@ class Tree:
         has of children that are not taken costs nothing.
         """
         first, weights, positions, children = self._first, self._weight, self._position, self._children
-        chosen = list[int]()
+        chosen: list[int] = []
         heap: list[tuple[float, int, Sequence[int], int]] = [(0.0, self.root, (self.root,), 0)]
         while heap and len(chosen) <= limit:
             _, node, siblings, place = heappop(heap)  # its place among its siblings
@@ -269,7 +270,8 @@ def depth_first(parents: Sequence[int]) -> list[int]:
     below: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node in range(len(parents) - 1, -1, -1):  # unlikely ones first: the stack turns them round
         below[parents[node]].append(node)
-    order, stack = list[int](), below[-1]
+    order: list[int] = []
+    stack = below[-1]
     while stack:
         order.append(node := stack.pop())
         stack.extend(below[node])

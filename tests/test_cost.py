@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paceline.protocol.cost import CAUTION, FORGET, REACH, StepCost, best_count, most_count, nonnegative, step_seconds
+from paceline.protocol.cost import (
+    ASKED,
+    CAUTION,
+    FORGET,
+    REACH,
+    StepCost,
+    best_count,
+    most_count,
+    nonnegative,
+    step_seconds,
+)
 
 Truth = Callable[[int], float]
 START = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -179,3 +189,19 @@ def test_nothing_to_choose_from_and_nothing_known() -> None:
     assert StepCost(())(5) > 0
     assert best_count([-1.0, -2.0], StepCost(())) == 2
     assert best_count([-0.01] * 50, StepCost([(1, 0.01)]), base_gain=1, base_rows=1, floor=1.0) == 50
+
+
+def test_what_a_step_takes_is_reckoned_once_and_anew_with_every_new_curve() -> None:
+    cost = StepCost([(1, 0.01), (16, 0.02), (64, 0.08)])
+    before = step_seconds(20, cost, base_rows=3)
+    assert step_seconds(20, cost, base_rows=3) is before
+    with pytest.raises(ValueError, match="read-only"):
+        before[0] = 1.0  # others have it too
+    for _ in range(60):
+        cost.learn(16, 0.03)
+    after = step_seconds(20, cost, base_rows=3)
+    assert after[13] > 1.2 * before[13]
+    assert after == pytest.approx(step_seconds(21, cost, base_rows=3)[:-1])
+    for rows in range(1000):
+        step_seconds(20, cost, base_rows=rows)
+    assert len(cost.reckoned) <= ASKED

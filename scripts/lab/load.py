@@ -86,13 +86,21 @@ class Clocked(Scheduler):
     def begin(self) -> None:
         self.own: list[float] = []  # between steps
         self.told = self.frames = 0.0  # while the engine works
+        self._looking = 0.0  # for who may begin a step, the last time
+
+    def _due(self) -> tuple[list[Seat], float]:
+        begin = time.thread_time()
+        try:
+            return super()._due()
+        finally:
+            self._looking = time.thread_time() - begin
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         begin = time.thread_time()
         try:
             return super()._plan(seats)
         finally:
-            self.own.append(time.thread_time() - begin)
+            self.own.append(time.thread_time() - begin + self._looking)
 
     def _deliver(
         self, batch: Sequence[tuple[Seat, Work]], results: Sequence[Walk | EngineError | None], step: float, now: float
