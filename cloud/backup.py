@@ -7,68 +7,79 @@ edge at all this is classic speculative decoding in one place (`colo`).
 """
 
 import math
-from array import array
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 from paceline.protocol.cloud_session import CloudSession
-from paceline.protocol.ngrams import RIGHT, Ngrams
+from paceline.protocol.guesses import Guesses
+from paceline.protocol.ngrams import Ngrams, Trust
 from paceline.protocol.sampling import History, Sampling
 
 LONGEST = 16  # tokens drafted for a step, at most
 BUSHY, FAINT = 40, 0.01  # the same of one that has several ideas for a place; what is reached less often is no idea
 DECAY = 0.98
-SUFFIX, SHORTEST = 8, 2  # tokens of the text's end that are looked for in what came before
-REPEAT = 0.6  # chance that a repeat goes on, before any was seen
+TRIAL = 100  # steps after which a thought that did not pay is tried again
+LOOKED_AT = 8192  # last tokens of a prompt that are looked at for repeats: a long one takes its time
+
+
+# The likeliest token after some (prompt, text, path), and its probability; None: no idea.
+Follow = Callable[[Sequence[int], Sampling, History | None], tuple[int, float] | None]
+
+
+class Follower(Protocol):
+    """What a backup knows of one text."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text grew by these, which the target chose."""
+        ...
+
+    def after(self, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        """What is likely to come after the text and then `path`, each with its probability; the likeliest first."""
+        ...
 
 
 class Backup(Protocol):
-    """A drafter beside the target. Calls come from the engine's thread, or from the event loop where `seconds` is 0."""
+    """A drafter beside the target. What may take long, `after`, comes from the engine's thread unless `seconds` is 0."""
 
     @property
     def seconds(self) -> float:
-        """What one more token costs."""
+        """What one more token costs. Where it is 0, there may be several ideas for a place."""
         ...
 
-    def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
-        """The token that is likeliest to come after `tokens` (prompt, text, path), and its probability; None: no idea."""
+    def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+        """A text that begins after `prompt`. `history`, where the penalties need it, is kept up to date by its owner."""
         ...
 
 
 class Ngram:
-    """Looks the end of the text up in what came before it, then in what the target is known to write; costs next to nothing."""
+    """Looks the end of a text up in what came before it, and in what the target is known to write; costs next to nothing."""
 
     seconds = 0.0
 
     def __init__(self, table: Ngrams | None = None) -> None:
-        self._table = table
+        self._table, self._trust = table, Trust()
 
-    def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
-        return next(iter(self.ideas(tokens)), None)
-
-    def ideas(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
-        """All that may come after `tokens`, each with its chance: what the text repeats first, then what is known."""
-        found = [repeat] if (repeat := _repeated(tokens)) is not None else []
-        for token, _, share in self._table.after(tokens) if self._table is not None else ():
-            if not found or token != found[0][0]:
-                found.append((token, RIGHT * share))
-        return found
+    def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+        return Guesses(prompt[-LOOKED_AT:], self._table, self._trust)
 
 
-def _repeated(tokens: Sequence[int]) -> tuple[int, float] | None:
-    """What followed the longest end of `tokens` that was there before, and the chance that it follows again."""
-    text = tokens if isinstance(tokens, array) else array("i", tokens)
-    data, size = text.tobytes(), text.itemsize
-    for length in range(min(SUFFIX, len(text) - 1), SHORTEST - 1, -1):
-        end, before = data[-length * size :], len(data) - size  # something has to follow
-        while (at := data.rfind(end, 0, before)) >= 0:
-            if at % size == 0:
-                return text[at // size + length], REPEAT + (1 - REPEAT) * (length - SHORTEST) / SUFFIX
-            before = at + len(end) - 1
-    return None
+class Whole:
+    """A follower that asks for one token after the whole of its text at a time."""
+
+    def __init__(self, follow: Follow, prompt: Sequence[int], sampling: Sampling, history: History | None) -> None:
+        self._follow, self._tokens, self._sampling, self._history = follow, [*prompt], sampling, history
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def after(self, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        history = self._history.after(path) if self._history is not None else None
+        found = self._follow([*self._tokens, *path], self._sampling, history)
+        return [found] if found is not None else []
 
 
 class Grown(msgspec.Struct, frozen=True):
@@ -95,9 +106,8 @@ Drafted = tuple[int, float, int]
 class Stub:
     """A path of a session's tree from which a backup goes on. `gain`: tokens the step is expected to make."""
 
-    tokens: tuple[int, ...]  # prompt, text and path
-    sampling: Sampling
-    history: History | None
+    text: Follower
+    path: tuple[int, ...]  # tokens from the end of the text to the tip
     tip: int
     reach: float  # probability that the target walks to the tip
     gain: float
@@ -111,6 +121,7 @@ class Record:
     def __init__(self) -> None:
         # decayed: how many were asked about, how many taken, how many it had promised
         self._asked, self._taken, self._promised = 5.0, 4.0, 4.0
+        self._won, self._thought, self._passed = 4.0, 0.0, 0  # tokens, seconds, times in a row that it was not asked
 
     @property
     def acceptance(self) -> float:
@@ -127,6 +138,18 @@ class Record:
         self._taken = DECAY * self._taken + sum(taken)
         self._asked = DECAY * self._asked + len(taken)
         self._promised = DECAY * self._promised + sum(chances)
+        self._won += sum(taken)
+
+    def thought(self, seconds: float) -> None:
+        """It was thought about for so long, and everybody waited."""
+        self._won, self._thought, self._passed = DECAY * self._won, DECAY * self._thought + seconds, 0
+
+    def pays(self, rate: float) -> bool:
+        """Does it bring more tokens a second than the `rate` at which all who wait for it get theirs? Tried now and then."""
+        if self._won >= rate * self._thought or self._passed >= TRIAL:
+            return True
+        self._passed += 1
+        return False
 
 
 class TopUp:
@@ -137,35 +160,37 @@ class TopUp:
 
     def __init__(self, backup: Backup, length: int = 0) -> None:
         self.backup, self.length, self.record = backup, length, Record()
-        self._ideas: Callable[[Sequence[int]], list[tuple[int, float]]] | None = getattr(backup, "ideas", None)
-        self._most = length or (LONGEST if self._ideas is None else BUSHY)
+        self._free = backup.seconds == 0
+        self._most = length or (BUSHY if self._free else LONGEST)
+        # What it knows of each session's text, and how long that was.
+        self._texts: WeakKeyDictionary[CloudSession, tuple[Follower, int]] = WeakKeyDictionary()
 
     def look(self, session: CloudSession, width: int, least: float = 0.0) -> list[Stub]:
         """Where to go on: after the likeliest chain, and where that costs nothing beside it from the text's end too.
 
         least: a node that is reached less often will not be verified in this step, as far as is known.
         """
-        tree = session.tree
+        tree, text = session.tree, self._text(session)
         root, tip = tree.root, tree.tip()
-        tips = (tip, root) if self.backup.seconds == 0 and tip != root else (tip,)
         gain = 1.0 + sum(map(math.exp, tree.reaches(tree.best(width))))
-        text = session.sequence
-        return [self._stub(session, text, gain, tip, least) for tip in tips]
+        room = session.max_tokens - len(session.committed) - 1
+        stubs = []
+        for node in (tip, root) if self._free and tip != root else (tip,):
+            path = tuple(tree.tokens(tree.path(node)))
+            stubs.append(Stub(text, path, node, math.exp(tree.reach(node)), gain, room - len(path), least))
+        return stubs
 
-    def _stub(self, session: CloudSession, text: Sequence[int], gain: float, tip: int, least: float) -> Stub:
-        tree = session.tree
-        path = [tree.token(n) for n in tree.path(tip)]
-        history = session.history.after(path) if session.history is not None else None
-        return Stub(
-            (*text, *path),
-            session.sampling,
-            history,
-            tip,
-            math.exp(tree.reach(tip)),
-            gain,
-            session.max_tokens - len(session.committed) - 1 - len(path),
-            least,
-        )
+    def _text(self, session: CloudSession) -> Follower:
+        """What the backup knows of the session's text, all of it by now."""
+        committed = session.committed
+        if (found := self._texts.get(session)) is None:
+            text, known = self.backup.begin(session.prompt, session.sampling, session.history), 0
+        else:
+            text, known = found
+        if known < len(committed):
+            text.extend(committed[known:])
+        self._texts[session] = text, len(committed)
+        return text
 
     def draft(self, stub: Stub, verify: float, stop_ids: Collection[int], sessions: int = 1) -> list[Drafted]:
         """What goes on from `stub`, parents first; a verification takes `verify` seconds.
@@ -173,39 +198,35 @@ class TopUp:
         It is a chain, or a tree where the backup has several ideas for a place: then the likeliest place goes on next.
         `sessions` are in the step: what is drafted for one keeps all of them waiting.
         """
-        out = list[Drafted]()
-        gain, spent, least = stub.gain, 0.0, stub.least if self._ideas is None else max(stub.least, FAINT)
-        heap = [(-stub.reach, -1, array("i", stub.tokens))]  # minus the chance to come by, place, text up to there
+        out: list[Drafted] = []
+        gain, spent, least = stub.gain, 0.0, max(stub.least, FAINT) if self._free else stub.least
+        trust, seconds = self.record.trust, self.backup.seconds
+        heap = [(-stub.reach, -1, stub.path)]  # minus the chance to come by, place, path to there
         while heap:
-            minus, place, tokens = heappop(heap)
+            minus, place, path = heappop(heap)
             reach = -minus
-            if len(tokens) - len(stub.tokens) >= stub.room:
+            if len(path) - len(stub.path) >= stub.room:
                 continue
             if reach <= least or not self._pays(len(out), reach, sessions * gain, spent + verify):
                 break
-            found = self._after(stub, tokens)
-            spent += self.backup.seconds
-            for token, said in found:
-                chance = min(max(self.record.trust * said, 1e-4), 0.999)
-                if token in stop_ids or (reach * chance <= least and self._ideas is not None):
+            spent += seconds
+            for token, said in stub.text.after(path):
+                chance = min(max(trust * said, 1e-4), 0.999)
+                there = reach * chance
+                if token in stop_ids or (there <= least and self._free):
                     continue
                 if len(out) == self._most:
                     return out
-                gain += reach * chance
-                heappush(heap, (-reach * chance, len(out), tokens + array("i", (token,))))
+                gain += there
+                heappush(heap, (-there, len(out), (*path, token)))
                 out.append((token, math.log(chance), place))
         return out
 
-    def _after(self, stub: Stub, tokens: "array[int]") -> list[tuple[int, float]]:
-        if self._ideas is not None:
-            return self._ideas(tokens)
-        history = stub.history.after(tokens[len(stub.tokens) :]) if stub.history is not None else None
-        found = self.backup.follow(tokens, stub.sampling, history)
-        return [found] if found is not None else []
-
     def put(self, session: CloudSession, stub: Stub, drafted: Sequence[Drafted]) -> Grown | None:
         """Add it to the tree, to which the edge may have added meanwhile. Returns what is new of it."""
-        tree, ids, new = session.tree, list[int | None](), list[tuple[int, int, float]]()
+        tree = session.tree
+        ids: list[int | None] = []
+        new: list[tuple[int, int, float]] = []
         for token, chance, place in drafted:
             parent = stub.tip if place < 0 else ids[place]
             child = tree.child(parent, token) if parent is not None else None

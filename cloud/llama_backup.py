@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from paceline.cloud.backup import Follower, Whole
 from paceline.kernels.llama import Context, Model
 from paceline.kernels.threads import default_threads
 from paceline.kernels.token_map import TokenMap
@@ -50,6 +51,9 @@ class DraftBackup:
     @property
     def seconds(self) -> float:
         return self._cost(1)
+
+    def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+        return Whole(self.follow, prompt, sampling, history)
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
         sequence, shared = self._place(list(tokens))

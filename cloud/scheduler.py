@@ -283,11 +283,12 @@ class Scheduler:
             return [EngineError(f"the engine failed: {type(e).__name__}")] * len(batch), self._clock() - begin
 
     async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
-        """Draft for the sessions that are about to choose: for all, or as many as there is time for, since they take turns."""
-        verify = max(self._cost(1), self.floor)
-        enough = self._clock() + PONDERED * verify if top_up.backup.seconds == 0 else math.inf
+        """Draft for the sessions that are about to choose: for all, or for as many as that pays for, since they take turns."""
+        verify, free = max(self._cost(1), self.floor), top_up.backup.seconds == 0
+        begin = self._clock()
+        enough, rate = begin + PONDERED * verify, sum([seat.pace for seat in seats]) / verify
         for seat in seats:
-            if self._clock() > enough:
+            if free and (begin > enough or not top_up.record.pays(rate)):
                 return
             assert seat.handle is not None
             session = seat.session
@@ -304,6 +305,10 @@ class Scheduler:
             for stub, chain in zip(stubs, chains, strict=True):
                 if (grown := top_up.put(session, stub, chain)) is not None:
                     seat.grew(grown)
+            if free:
+                now = self._clock()
+                top_up.record.thought(now - begin)
+                begin = now
 
     def _least(self, seat: Seat) -> float:
         """What is reached less often will hardly be verified in this step: in the last one, too, better nodes were left out."""

@@ -21,7 +21,6 @@ import numpy as np
 from paceline.edge.draft import Draft, Extended
 from paceline.edge.drafter import Drafter, Runner
 from paceline.edge.generation import Generation, Report
-from paceline.edge.guesses import Guesses
 from paceline.edge.link import Link, State
 from paceline.edge.policies import Policy
 from paceline.edge.predictor import Predictor
@@ -29,6 +28,7 @@ from paceline.edge.timeline import Timeline
 from paceline.protocol.channel import Channel
 from paceline.protocol.edge_session import Committed, EdgeSession, Phase
 from paceline.protocol.errors import LinkError, PacelineError, ProtocolError
+from paceline.protocol.guesses import Guesses
 from paceline.protocol.messages import BACKUP, Commit, Error, Hello, Message, Opened, Welcome
 from paceline.protocol.messages import Draft as DraftMessage
 from paceline.protocol.ngrams import Ngrams, Trust

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from paceline.edge.draft import Candidates, Choice, Row
 from paceline.edge.drawing import FAN_OUT, Drawing
-from paceline.edge.guesses import Guesses
 from paceline.edge.planner import (
     DRAWN,
     IDLE,
@@ -28,6 +27,7 @@ from paceline.edge.rounds import DRAWN_PATIENCE, NEXT_CHANCE, PATIENCE, Rounds
 from paceline.protocol.cost import Patience
 from paceline.protocol.edge_session import Committed, EdgeSession
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.guesses import Guesses
 from paceline.protocol.messages import REJECTION, Message
 from paceline.protocol.philox import Floats
 from paceline.protocol.tree import State

@@ -7,6 +7,7 @@ believed as often as it turns out right. Knows neither trees nor models.
 
 import zipfile
 import zlib
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,6 +44,12 @@ class Ngrams:
     def __init__(self, grams: Mapping[int, Gram], vocabulary: str) -> None:
         """`grams` by size; `vocabulary`: the fingerprint of what its tokens mean."""
         self.grams, self.vocabulary = dict(grams), vocabulary
+        # Single numbers are read sooner from memory than from arrays.
+        self._columns = [
+            (size, gram.keys.data, gram.tokens.ravel().data, gram.shares.ravel().data)
+            for size in SIZES
+            if (gram := self.grams.get(size)) is not None
+        ]
         self._remembered = lru_cache(REMEMBERED)(self._after)  # from one step to the next most paths stay
 
     def __len__(self) -> int:
@@ -53,20 +60,22 @@ class Ngrams:
         return self._remembered(tuple(end[-SIZES[0] :]))
 
     def _after(self, end: tuple[int, ...]) -> tuple[Idea, ...]:
-        found: list[Idea] = []
-        for size in SIZES:
-            if len(end) < size or (gram := self.grams.get(size)) is None:
+        found: dict[int, Idea] = {}
+        whole = packed(end)
+        for size, keys, tokens, shares in self._columns:
+            if len(end) < size:
                 continue
-            key = packed(end[len(end) - size :])
-            at = int(np.searchsorted(gram.keys, key))
-            if at == len(gram.keys) or gram.keys[at] != key:
+            key = whole & ((1 << size * BITS) - 1)
+            at = bisect_left(keys, key)
+            if at == len(keys) or keys[at] != key:
                 continue
-            for token, share in zip(gram.tokens[at].tolist(), gram.shares[at].tolist(), strict=True):
-                if token >= 0 and all(token != other for other, _, _ in found):
-                    found.append((token, size, share / 255))
+            row = slice(at * IDEAS, (at + 1) * IDEAS)
+            for token, share in zip(tokens[row], shares[row], strict=True):
+                if token >= 0 and token not in found:
+                    found[token] = token, size, share / 255
                     if len(found) == IDEAS:
-                        return tuple(found)
-        return tuple(found)
+                        return tuple(found.values())
+        return tuple(found.values())
 
     def check(self, vocabulary: Vocabulary) -> None:
         """Raise PacelineError unless it is of this vocabulary."""

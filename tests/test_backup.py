@@ -1,13 +1,13 @@
 """What the verifier drafts by itself: where it goes on, how far, and that it never changes the text."""
 
 import asyncio
+import gc
 import math
-import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
-from paceline.cloud.backup import BUSHY, LONGEST, Grown, Ngram, Record, Stub, TopUp
+from paceline.cloud.backup import BUSHY, LONGEST, LOOKED_AT, TRIAL, Follower, Grown, Ngram, Record, Stub, TopUp, Whole
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
 from paceline.protocol.cloud_session import CloudSession, Limits
@@ -23,6 +23,9 @@ class Oracle:
 
     def __init__(self, engine: ToyEngine, seconds: float, wrong: int = 0) -> None:
         self.seconds, self._engine, self._wrong, self.asked = seconds, engine, wrong, 0
+
+    def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+        return Whole(self.follow, prompt, sampling, history)
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
         self.asked += 1
@@ -99,7 +102,7 @@ def test_it_goes_on_from_the_likeliest_chain_the_edge_has_sent() -> None:
     one.receive(Draft(1, 0, 0, (0, 1, 0), (7, 8, 9), bytes((2, 2, 40))))
     top_up = TopUp(Oracle(ToyEngine(), 0.001), 2)
     [stub] = top_up.look(one, 8)
-    assert stub.tokens == (1, 2, 3, 7, 8)
+    assert stub.path == (7, 8)
     drafted = top_up.draft(stub, 0.03, ())
     one.receive(Draft(1, 0, 3, (2,), (drafted[0][0],)))  # meanwhile the edge sends the same
     added = top_up.put(one, stub, drafted)
@@ -171,10 +174,19 @@ def test_many_sessions_are_thought_about_by_turns() -> None:
     now, asked = 0.0, list[int]()
 
     class Slow(Ngram):
-        def ideas(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
+        def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+            return Thinking(prompt[0])
+
+    class Thinking:
+        def __init__(self, first: int) -> None:
+            self._first = first
+
+        def extend(self, tokens: Sequence[int]) -> None: ...
+
+        def after(self, path: Sequence[int]) -> Sequence[tuple[int, float]]:
             nonlocal now
             now += 0.002
-            asked.append(tokens[0])
+            asked.append(self._first)
             return []
 
     async def run_at_once(work: Callable[[], T]) -> T:
@@ -201,37 +213,69 @@ def test_many_sessions_are_thought_about_by_turns() -> None:
     assert asked[:4] == [0, 1, 1, 2]  # 3 ms a step are two of them; the next step begins with the next session
 
 
+def test_thinking_goes_on_while_it_brings_more_than_the_wait_costs() -> None:
+    record = Record()
+    for _ in range(500):
+        record.thought(0.001)
+        record.learn([True], [0.5])  # a thousand tokens a second
+    assert record.pays(900)
+    assert not record.pays(1100)  # a crowd that would wait for it gets more in that time
+    assert record.pays(900)  # and is smaller again
+    assert [record.pays(1100) for _ in range(2 * TRIAL)].count(True) > TRIAL  # tried, and nobody came to do it
+    record.thought(0.001)
+    assert not any(record.pays(1100) for _ in range(TRIAL))
+    assert record.pays(1100)
+    for _ in range(500):
+        record.thought(0.001)  # it brings nothing any more
+    assert not record.pays(20)
+    free = Record()
+    for _ in range(500):
+        free.thought(0.0)
+    assert free.pays(1e9)  # where it takes no time
+
+
 def test_ngrams_follow_the_longest_agreement() -> None:
-    found = Ngram().follow([5, 1, 2, 3, 9, 4, 1, 2, 7, 1, 2, 3], Sampling(), None)
-    assert found is not None
-    assert found[0] == 9
-    assert 0 < found[1] < 1
-    assert Ngram().follow([1, 2, 3], Sampling(), None) is None
+    text = Ngram().begin([5, 1, 2, 3, 9, 4, 1, 2, 7, 1, 2, 3], Sampling(), None)
+    assert [token for token, _ in text.after(())] == [9]
+    assert 0 < text.after(())[0][1] < 1
+    assert [token for token, _ in text.after((9, 4, 1, 2))] == [7]  # the latest of those that agree so far
+    text.extend([8])
+    assert [token for token, _ in text.after((1, 2, 3))] == [8]
+    assert Ngram().begin([1, 2, 3], Sampling(), None).after(()) == []
 
 
-def test_ngrams_see_tokens_and_not_bytes() -> None:
-    """256 and 1 in a row hold the bytes of 1 and 256 between them; a repeat found there would be none."""
-    assert Ngram().follow([256, 256, 256, 7, 1, 1], Sampling(), None) is None
-    rng = random.Random(1)
-    for _ in range(300):
-        tokens = [rng.choice((0, 1, 256, 65536)) for _ in range(rng.randrange(1, 40))]
-        found = Ngram().follow(tokens, Sampling(), None)
-        assert (None if found is None else found[0]) == followed_slowly(tokens)
+def test_the_beginning_of_a_long_prompt_is_not_looked_at() -> None:
+    far = [*range(100, 100 + LOOKED_AT)]
+    assert Ngram().begin([1, 2, 3, *far], Sampling(), None).after((1, 2)) == []
+    assert Ngram().begin([*far[2:], 1, 2, 3], Sampling(), None).after((1, 2))[0][0] == 3
 
 
-def followed_slowly(tokens: list[int]) -> int | None:
-    for length in range(min(8, len(tokens) - 1), 1, -1):
-        for i in range(len(tokens) - length - 1, -1, -1):
-            if tokens[i : i + length] == tokens[-length:]:
-                return tokens[i + length]
-    return None
+def test_a_follower_hears_of_every_token_once() -> None:
+    heard = list[int]()
+
+    class Heard(Whole):
+        def extend(self, tokens: Sequence[int]) -> None:
+            heard.extend(tokens)
+            super().extend(tokens)
+
+    class Listening(Oracle):
+        def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+            return Heard(self.follow, prompt, sampling, history)
+
+    text, _ = written(TopUp(Listening(ToyEngine(), 1e-5, 3), 4))
+    assert heard == text[: len(heard)]
+    assert len(heard) > len(text) / 2
+    top_up = TopUp(Listening(ToyEngine(), 1e-5))
+    top_up.look(session(), 8)
+    gc.collect()
+    assert len(top_up._texts) == 0  # a session that is gone takes what was known of it along
 
 
 def test_a_backup_without_cost_goes_on_from_the_text_too() -> None:
     one = session()
     one.receive(Draft(1, 0, 0, (0, 1), (7, 8), bytes((2, 2))))
-    assert [s.tokens for s in TopUp(Ngram()).look(one, 8)] == [(1, 2, 3, 7, 8), (1, 2, 3)]
-    assert [s.tokens for s in TopUp(Oracle(ToyEngine(), 0.001)).look(one, 8)] == [(1, 2, 3, 7, 8)]
+    assert [s.path for s in TopUp(Ngram()).look(one, 8)] == [(7, 8), ()]
+    assert [s.path for s in TopUp(Oracle(ToyEngine(), 0.001)).look(one, 8)] == [(7, 8)]
 
 
 def test_more_sessions_in_a_step_make_its_drafting_dearer() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from paceline.cloud.backup import Ngram
-from paceline.edge.guesses import Guesses
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.guesses import Guesses
 from paceline.protocol.ngrams import IDEAS, SIZES, Gram, Ngrams, Trust
 from paceline.protocol.sampling import Sampling
 from paceline.protocol.vocabulary import Vocabulary
@@ -110,13 +110,10 @@ def test_guesses_take_what_the_text_repeats_and_what_is_known_together() -> None
 
 def test_a_verifiers_backup_asks_the_table_where_the_text_repeats_nothing() -> None:
     backup = Ngram(counted(TEXTS, "v"))
-    found = backup.follow([50, 51, 1, 2, 3], Sampling(), None)
-    assert found is not None
-    assert found[0] == 4
-    repeated = backup.follow([1, 2, 3, 8, 1, 2, 3], Sampling(), None)
-    assert repeated is not None
-    assert repeated[0] == 8  # its own text goes first
-    assert Ngram().follow([50, 51, 1, 2, 3], Sampling(), None) is None
+    assert backup.begin([50, 51, 1, 2, 3], Sampling(), None).after(())[0][0] == 4
+    repeated = [token for token, _ in backup.begin([1, 2, 3, 8, 1, 2, 3], Sampling(), None).after(())]
+    assert repeated == [8, 4, 5]  # its own text goes first
+    assert Ngram().begin([50, 51, 1, 2, 3], Sampling(), None).after(()) == []
 
 
 def test_the_shipped_table_is_found_by_what_its_tokens_mean(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from paceline.edge.repeats import KEYS, LONGEST, PLACES, Repeats
+from paceline.protocol.repeats import KEYS, LONGEST, PLACES, Repeats
 from paceline.protocol.tree import Tree
 
 

@@ -14,6 +14,7 @@ from zipfile import BadZipFile
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from paceline.cloud.backup import Follower, Whole
 from paceline.edge.candidates import FAN_OUT, candidates
 from paceline.edge.draft import Candidates, Choice, Extended, Row
 from paceline.edge.drawing import drawn_from, shortlist
@@ -196,6 +197,9 @@ class MemoBackup:
     def __init__(self, memo: Memo, case: Case, seconds: float, meter: Meter) -> None:
         self.seconds = seconds
         self._memo, self._case, self._meter = memo, case, meter
+
+    def begin(self, prompt: Sequence[int], sampling: Sampling, history: History | None) -> Follower:
+        return Whole(self.follow, prompt, sampling, history)
 
     def follow(self, tokens: Sequence[int], sampling: Sampling, history: History | None) -> tuple[int, float] | None:
         after = tokens[len(self._case.prompt) :]

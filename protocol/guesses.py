@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
-from paceline.edge.repeats import Repeats
 from paceline.protocol.ngrams import SIZES, Ngrams, Trust
+from paceline.protocol.repeats import Repeats
 
 
 class Guesses:

@@ -5,8 +5,8 @@ agrees furthest back. How often that is right is learned, apart for short and lo
 once in ten times or so, and where nothing else is drafted that is worth its few bytes.
 """
 
+from array import array
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 KEYS, LONGEST = (3, 2, 1), 24  # tokens by whose agreement places are found; tokens of agreement that are looked for
@@ -14,14 +14,18 @@ PLACES = 8  # latest places that are compared
 STEPS = (2, 3, 4, 5, 7, 10, 16)  # agreements from which on a chance is kept apart
 FIRST_CHANCES = (0.1, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85)
 PRIOR, DECAY = 3.0, 0.98
+BITS = 32  # of a token
 
 
 class Repeats:
-    """The text so far and its places, by their last tokens."""
+    """The text so far and its places: a place is the index of a token, and found by the tokens before it."""
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:
-        self._text: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = defaultdict(list)  # -> indices of the token after them
+        self._text = array("i")
+        self._latest: dict[int, int] = {}  # after so many tokens, packed: the latest place
+        self._before = array(
+            "i", [-1] * KEYS[0]
+        )  # of each place: the one before it after the same three tokens; -1: none
         self._seen = [PRIOR] * len(FIRST_CHANCES)
         self._right = [PRIOR * c for c in FIRST_CHANCES]
         self._append(prompt)
@@ -48,20 +52,38 @@ class Repeats:
         return found[0], min(self._right[bucket] / self._seen[bucket], 0.99)
 
     def _append(self, tokens: Iterable[int]) -> None:
+        text, latest = self._text, self._latest
         for token in tokens:
-            for size in KEYS:
-                if len(self._text) >= size:
-                    self._places[tuple(self._text[-size:])].append(len(self._text))
-            self._text.append(token)
+            place = len(text)
+            keys = _keys(text[-KEYS[0] :])
+            if len(keys) == len(KEYS):
+                self._before.append(latest.get(keys[0], -1))
+            for key in keys:
+                latest[key] = place
+            text.append(token)
 
     def _find(self, path: Sequence[int]) -> tuple[int, int] | None:
         """(token, tokens of agreement) at the place that agrees furthest back, the latest of equals."""
-        end = [*self._text[-LONGEST:], *path][-LONGEST:]
-        for size in KEYS:
-            if len(end) >= size and (places := self._places.get(tuple(end[-size:]))):
-                length, place = max((self._agreement(place, end, size), place) for place in places[-PLACES:])
-                return self._text[place], length
-        return None
+        text, latest = self._text, self._latest
+        end = path if len(path) >= KEYS[0] else (*text[-KEYS[0] :], *path)
+        keys = _keys(end)
+        size = len(keys)
+        for key in keys:
+            if (place := latest.get(key, -1)) >= 0:
+                break
+            size -= 1
+        else:
+            return None
+        if size < KEYS[0]:
+            return text[place], size  # nowhere did more agree
+        end = [*text[-LONGEST:], *path][-LONGEST:]
+        best, length = place, self._agreement(place, end, size)
+        for _ in range(PLACES - 1):
+            if length == len(end) or (place := self._before[place]) < 0:
+                break
+            if (agreed := self._agreement(place, end, size)) > length:
+                best, length = place, agreed
+        return text[best], length
 
     def _agreement(self, place: int, end: Sequence[int], length: int) -> int:
         """Tokens before `place` that are those of `end`; the last `length` are."""
@@ -69,3 +91,11 @@ class Repeats:
         while length < most and text[place - length - 1] == end[-length - 1]:
             length += 1
         return length
+
+
+def _keys(end: Sequence[int]) -> tuple[int, ...]:
+    """The last three, two and one tokens of an `end`, packed, as far as it has so many; no two kinds have one key."""
+    if len(end) < 2:
+        return tuple(end)
+    two = (end[-2] + 1) << BITS | end[-1]
+    return ((end[-3] + 1) << 2 * BITS | two, two, end[-1]) if len(end) > 2 else (two, end[-1])
