@@ -17,6 +17,7 @@ import msgspec
 from paceline.protocol.cloud_session import CloudSession
 from paceline.protocol.guesses import Guesses
 from paceline.protocol.ngrams import Ngrams, Trust
+from paceline.protocol.odds import Odds
 from paceline.protocol.sampling import History, Sampling
 
 LONGEST = 16  # tokens drafted for a step, at most
@@ -119,26 +120,28 @@ class Record:
     """How often the tokens that one source drafts are taken, lately, and how often it said they would be."""
 
     def __init__(self) -> None:
-        # decayed: how many were asked about, how many taken, how many it had promised
-        self._asked, self._taken, self._promised = 5.0, 4.0, 4.0
+        self._asked, self._promised = (
+            Odds(0.8, 5.0, DECAY),
+            Odds(1.0, 4.0, DECAY),
+        )  # those taken, of those asked about or promised
         self._won, self._thought, self._passed = 4.0, 0.0, 0  # tokens, seconds, times in a row that it was not asked
 
     @property
     def acceptance(self) -> float:
         """The chance that its next token is taken."""
-        return self._taken / self._asked
+        return self._asked.ratio
 
     @property
     def trust(self) -> float:
         """How far its chances are good: 1 for one that is right as often as it says, or more often."""
-        return min(self._taken / self._promised, 1.0)
+        return min(self._promised.ratio, 1.0)
 
     def learn(self, taken: Sequence[bool], chances: Sequence[float]) -> None:
         """Which of the tokens that the target was asked about were taken, and the chances given to them."""
-        self._taken = DECAY * self._taken + sum(taken)
-        self._asked = DECAY * self._asked + len(taken)
-        self._promised = DECAY * self._promised + sum(chances)
-        self._won += sum(taken)
+        right = sum(taken)
+        self._asked.learn(right, len(taken))
+        self._promised.learn(right, sum(chances))
+        self._won += right
 
     def thought(self, seconds: float) -> None:
         """It was thought about for so long, and everybody waited."""

@@ -9,6 +9,8 @@ alone that go along. The nearest places go first, each as a chain of its own.
 from collections.abc import Container, Sequence
 from itertools import accumulate
 
+from paceline.protocol.odds import Odds
+
 LEADS = (0.5, 0.2, 0.1)  # chances of what followed a token elsewhere, the nearest place first, before any was seen
 GOES_ON = 0.6  # the same that what then followed there follows here too
 WEIGHT, MEMORY = 8.0, 0.995  # how many outcomes these stand for; what an outcome leaves of the earlier ones
@@ -17,36 +19,21 @@ NODE = 3e-5  # seconds that a node offered takes of everybody's time on a slow c
 LEAST, MOST = 1e-4, 0.95  # of a chance
 
 
-class Chance:
-    """How often something has come true lately."""
-
-    def __init__(self, before: float) -> None:
-        """`before`: the chance to reckon with before any outcome."""
-        self._true, self._asked = before * WEIGHT, WEIGHT
-
-    @property
-    def value(self) -> float:
-        return min(max(self._true / self._asked, LEAST), MOST)
-
-    def learn(self, true: bool) -> None:
-        self._true, self._asked = MEMORY * self._true + true, MEMORY * self._asked + 1
-
-
 class Recycling:
     """How likely what was drafted elsewhere fits: learnt from what became of the nodes that were offered."""
 
     def __init__(self) -> None:
-        self._leads, self._on = [Chance(chance) for chance in LEADS], Chance(GOES_ON)
+        self._leads, self._on = [Odds(chance, WEIGHT, MEMORY) for chance in LEADS], Odds(GOES_ON, WEIGHT, MEMORY)
 
     @property
     def chances(self) -> list[float]:
         """Of what followed a token elsewhere, the nearest place first; falling."""
-        return list(accumulate((lead.value for lead in self._leads), min))
+        return list(accumulate(map(_chance, self._leads), min))
 
     @property
     def goes_on(self) -> float:
         """The chance that what followed there follows here too."""
-        return self._on.value
+        return _chance(self._on)
 
     def least(self, tokens: float, seconds: float) -> float:
         """What is reached less often is not offered in a step of `seconds` that brings `tokens` anyway: it would not pay."""
@@ -65,3 +52,7 @@ class Recycling:
                 if not taken:
                     break
                 self._on.learn(taken := place in walked)
+
+
+def _chance(odds: Odds) -> float:
+    return min(max(odds.ratio, LEAST), MOST)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from paceline.protocol.errors import PacelineError
+from paceline.protocol.odds import Odds
 from paceline.protocol.vocabulary import Vocabulary
 
 SIZES = (3, 2, 1)  # tokens of context, the most first
@@ -129,16 +130,14 @@ class Trust:
     """How often what a table says comes true, for each size of context: learned from every token that is written."""
 
     def __init__(self) -> None:
-        self._promised = {size: PRIOR for size in SIZES}
-        self._right = {size: RIGHT * PRIOR for size in SIZES}
+        self._odds = {size: Odds(RIGHT, PRIOR, DECAY) for size in SIZES}
 
     def chance(self, idea: Idea) -> float:
         """How likely it comes next."""
         _, size, share = idea
-        return min(max(share * self._right[size] / self._promised[size], LEAST), MOST)
+        return min(max(share * self._odds[size].ratio, LEAST), MOST)
 
     def learn(self, ideas: Sequence[Idea], token: int) -> None:
         """These stood to reason, and `token` came."""
         for idea, size, share in ideas:
-            self._promised[size] = DECAY * self._promised[size] + share
-            self._right[size] = DECAY * self._right[size] + (idea == token)
+            self._odds[size].learn(idea == token, share)

@@ -9,6 +9,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
+from paceline.protocol.odds import Odds
+
 KEYS, LONGEST = (3, 2, 1), 24  # tokens by whose agreement places are found; tokens of agreement that are looked for
 PLACES = 8  # latest places that are compared
 STEPS = (2, 3, 4, 5, 7, 10, 16)  # agreements from which on a chance is kept apart
@@ -26,8 +28,7 @@ class Repeats:
         self._before = array(
             "i", [-1] * KEYS[0]
         )  # of each place: the one before it after the same three tokens; -1: none
-        self._seen = [PRIOR] * len(FIRST_CHANCES)
-        self._right = [PRIOR * c for c in FIRST_CHANCES]
+        self._odds = [Odds(chance, PRIOR, DECAY) for chance in FIRST_CHANCES]
         self._append(prompt)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -35,9 +36,7 @@ class Repeats:
         for token in tokens:
             found = self._find(())
             if found is not None:
-                bucket = bisect_right(STEPS, found[1])
-                self._seen[bucket] = DECAY * self._seen[bucket] + 1
-                self._right[bucket] = DECAY * self._right[bucket] + (found[0] == token)
+                self._odds[bisect_right(STEPS, found[1])].learn(found[0] == token)
             self._append((token,))
 
     def next(self, path: Sequence[int], shortest: int = 1) -> tuple[int, float] | None:
@@ -48,8 +47,7 @@ class Repeats:
         found = self._find(path)
         if found is None or found[1] < shortest:
             return None
-        bucket = bisect_right(STEPS, found[1])
-        return found[0], min(self._right[bucket] / self._seen[bucket], 0.99)
+        return found[0], min(self._odds[bisect_right(STEPS, found[1])].ratio, 0.99)
 
     def _append(self, tokens: Iterable[int]) -> None:
         text, latest = self._text, self._latest
