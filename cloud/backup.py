@@ -120,10 +120,8 @@ class Record:
     """How often the tokens that one source drafts are taken, lately, and how often it said they would be."""
 
     def __init__(self) -> None:
-        self._asked, self._promised = (
-            Odds(0.8, 5.0, DECAY),
-            Odds(1.0, 4.0, DECAY),
-        )  # those taken, of those asked about or promised
+        # Those taken, of those that the target was asked about, and of those that were promised.
+        self._asked, self._promised = Odds(0.8, 5.0, DECAY), Odds(1.0, 4.0, DECAY)
         self._won, self._thought, self._passed = 4.0, 0.0, 0  # tokens, seconds, times in a row that it was not asked
 
     @property
@@ -175,7 +173,9 @@ class TopUp:
         """
         tree, text = session.tree, self._text(session)
         root, tip = tree.root, tree.tip()
-        gain = 1.0 + sum(map(math.exp, tree.reaches(tree.best(width))))
+        gain = 1.0
+        if not self._free:  # else nobody asks whether it pays
+            gain += sum(map(math.exp, tree.reaches(tree.likeliest(width))))
         room = session.max_tokens - len(session.committed) - 1
         stubs = []
         for node in (tip, root) if self._free and tip != root else (tip,):
