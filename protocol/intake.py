@@ -108,51 +108,45 @@ class Intake:
         return refused
 
     def _take_node(self, draft: Draft, i: int, log_probability: float, draw: Draw | None, welcome: bool) -> None:
-        number, token = draft.first + i, draft.tokens[i]
+        number, token, back = draft.first + i, draft.tokens[i], draft.parents[i]
         if number < self.next_number:
             return  # a frame came twice, or was overtaken
         self.next_number = number + 1
         self._counters.drafted += 1
         if not self._drawn:
-            self.followers.note(number, self._place_before(draft, i), token, log_probability)
-        length = self._length_before(draft, i)
-        if length is not None and length < len(self._committed):  # late: the token after that much text is known
-            kept = self._committed[length] == token
-            if kept:
+            place = self.followers.place(number - back) if back else self._end(draft.base_committed_len)
+            self.followers.note(number, place, token, log_probability)
+        length, parent = self._above(draft, i)
+        committed = self._committed
+        if length is not None and length < len(committed):  # late: the token after that much text is known
+            if kept := committed[length] == token:
                 self.written[number] = length + 1
         else:
-            kept = welcome and self._grow(number, self._parent(draft, i, length), token, log_probability, draw)
+            kept = welcome and self._grow(number, parent, token, log_probability, draw)
         self._counters.stale += not kept
 
-    def _length_before(self, draft: Draft, i: int) -> int | None:
-        """Length of the text before node i of a draft, if its parent is part of the text."""
-        back = draft.parents[i]
-        if back == 0:
-            return draft.base_committed_len
+    def _above(self, draft: Draft, i: int) -> tuple[int | None, int | None]:
+        """What node i of a draft is to grow on: the length of the text before it, if that is its parent, and the node in the
+        tree, which is the root then; None if it is gone."""
+        tree, back = self._tree, draft.parents[i]
+        if not back:
+            return draft.base_committed_len, tree.root
         above = draft.first + i - back
-        if above in self.written:
-            return self.written[above]
         node = self.nodes.get(above)
-        if node is None or self._tree.state(node) is not State.COMMITTED:
-            return None
-        return self._tree.position(node) + 1
+        if node is None:
+            length = self.written.get(above)
+            return length, None if length is None else tree.root
+        if tree.state(node) is State.COMMITTED:
+            return tree.position(node) + 1, tree.root
+        return None, node
 
-    def _place_before(self, draft: Draft, i: int) -> Place | None:
-        """Where that stands which node i of a draft follows. For the prompt's last token, which is not known here, -1 stands."""
-        if back := draft.parents[i]:
-            return self.followers.place(draft.first + i - back)
-        last = draft.base_committed_len - 1
-        return last, self._committed[last] if last >= 0 else -1
-
-    def _parent(self, draft: Draft, i: int, length: int | None) -> int | None:
-        """The node that node i of a draft is to grow on: the root, where its parent is the end of the text, of that `length`."""
-        if length is not None:
-            return self._tree.root
-        return self.nodes.get(draft.first + i - draft.parents[i])
+    def _end(self, length: int) -> Place:
+        """Where the text of that length ends. For the prompt's last token, which is not known here, -1 stands."""
+        return length - 1, self._committed[length - 1] if length else -1
 
     def _welcomes(self, draft: Draft, at: int, drawn: Sequence[Draw]) -> bool:
         """May these draws, the nodes from `at` on, become children of their parent? As its first, or where they are already."""
-        parent = self._parent(draft, at, self._length_before(draft, at))
+        _, parent = self._above(draft, at)
         if parent is None or self._tree.state(parent) is not State.LIVE:
             return False
         held = self._tree.children(parent)
