@@ -1,6 +1,7 @@
 """A verifier as a process: engine, scheduler and door put together, until it is told to stop."""
 
 import asyncio
+import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -21,9 +22,11 @@ from paceline.kernels.worker import OneThread
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.ngrams import Ngrams
 
+log = logging.getLogger(__name__)
 __all__ = ["ENGINES", "Settings", "drain", "house_of", "load_backup", "load_engine", "serve"]
 
 ENGINES = ("llamacpp", "torch", "vllm", "toy")
+NGRAMS = ("ngram", "both")  # backups that look a table up
 CELLS = 4096  # tokens in the cache of a backup's draft, at least
 
 
@@ -43,6 +46,10 @@ def check_engine(settings: Settings) -> None:
             raise PacelineError(
                 f"{flag} is for the {engine} engine, this is {settings.engine}: leave it out, or take that one"
             )
+    if settings.ngrams is not None and settings.backup not in NGRAMS:
+        raise PacelineError(
+            f"--ngrams is for --backup ngram or both, this is {settings.backup}: leave it out, or take those"
+        )
 
 
 def load_engine(settings: Settings, model: Path | None) -> Engine:
@@ -90,9 +97,15 @@ def load_backup(
         context, layers = max(settings.context, CELLS), settings.gpu_layers
         model = DraftBackup(draft(), engine.vocabulary, context=context, threads=settings.threads, gpu_layers=layers)
         found.append(TopUp(model))
-    if settings.backup in ("ngram", "both"):
+    if settings.backup in NGRAMS:
         if (table := ngrams(engine.vocabulary.fingerprint)) is not None:
             table.check(engine.vocabulary)
+        else:
+            log.warning(
+                "nothing is known of what %s writes, so only what a text repeats is drafted: `paceline draft ngrams` makes"
+                " a table for --ngrams",
+                engine.name,
+            )
         found.append(TopUp(Ngram(table)))
     return found
 

@@ -42,6 +42,9 @@ class Settings(BaseSettings):
     verify_floor: Annotated[float, Field(ge=0, le=10)] = 0.0
     backup: Literal["none", "ngram", "draft", "both"] = "none"  # what drafts where an edge's tree holds too little
     backup_draft: str | None = None  # the model of that draft; None: the one that goes with `model`
+    ngrams: Path | None = (
+        None  # what the target is known to write, for `backup`; None: as it ships, for a target that has one
+    )
     session_ttl: Seconds = 60.0
     keep_order: bool = True
     device: str = "auto"  # of the torch engine: auto, cpu, cuda, cuda:N

@@ -107,7 +107,7 @@ class Ngrams:
                 raise ValueError("its arrays contradict each other")
         except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
             raise PacelineError(
-                f"{path} is not a usable table of n-grams: {e}. Make it with `paceline draft ngrams`."
+                f"{path} is not a usable table of n-grams: {getattr(e, 'strerror', None) or e}. Make it with `paceline draft ngrams`."
             ) from e
         return cls(grams, vocabulary)
 

@@ -36,6 +36,12 @@ def cloud(
         str | None,
         typer.Option(help="The model of --backup draft or both; the one that goes with the target if not given."),
     ] = None,
+    ngrams: Annotated[
+        Path | None,
+        typer.Option(
+            help="What the target is known to write, from `paceline draft ngrams`, for --backup ngram or both."
+        ),
+    ] = None,
     session_ttl: Annotated[float, typer.Option(min=0, help="Seconds that a session outlives its connection.")] = 60.0,
     drain_timeout: Annotated[
         float,
@@ -67,6 +73,7 @@ def cloud(
     Every option can be a variable too (PACELINE_CLOUD_DRAIN_TIMEOUT=60), or a line of a file (drain_timeout = 60).
     """
     import asyncio
+    from functools import partial
 
     from paceline.cloud.keys import Keys
     from paceline.cloud.logs import set_up
@@ -109,7 +116,8 @@ def cloud(
         )
         typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
-    top_ups = load_backup(settings, loaded, lambda: backup_of(settings.model, settings.backup_draft), ngrams_of)
+    table = partial(ngrams_of, given=settings.ngrams)
+    top_ups = load_backup(settings, loaded, lambda: backup_of(settings.model, settings.backup_draft), table)
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

@@ -43,20 +43,23 @@ def backup_of(target: str, draft: str | None) -> Path:
     return draft_of(target, draft)
 
 
-def ngrams_of(fingerprint: str, draft: Path | None = None) -> "Ngrams | None":
-    """What the target of the vocabulary with this fingerprint is known to write: beside the draft, or as it ships; else None.
+def ngrams_of(fingerprint: str, draft: Path | None = None, given: Path | None = None) -> "Ngrams | None":
+    """What the target of the vocabulary with this fingerprint is known to write: the file or folder that was given, or beside
+    the draft, or as it ships; else None.
 
-    Raises PacelineError for a table that is damaged, or of another vocabulary.
+    Raises PacelineError for a table that is damaged, not there, or of another vocabulary.
     """
     from paceline.protocol.ngrams import Ngrams
     from paceline.quant import shipped
 
-    path = draft.with_name(shipped.NGRAMS) if draft is not None else None
-    if path is None or not path.is_file():
+    path, whose = draft.with_name(shipped.NGRAMS) if draft is not None else None, "the draft beside it"
+    if given is not None:
+        path, whose = given / shipped.NGRAMS if given.is_dir() else given, "the target"
+    elif path is None or not path.is_file():
         return shipped.ngrams(fingerprint)
     table = Ngrams.load(path)
     if table.vocabulary != fingerprint:
-        raise PacelineError(f"{path} is of another vocabulary than the draft beside it: make it anew, or take it away.")
+        raise PacelineError(f"{path} is of another vocabulary than {whose}: make it anew, or take it away.")
     return table
 
 

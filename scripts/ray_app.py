@@ -8,6 +8,7 @@ The arguments are the settings of `paceline cloud` by their names, and the field
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,5 +51,6 @@ def load(settings: Settings) -> Loaded:
     toy = settings.engine == "toy"
     path = None if toy else resolve(settings.model, cache_folder(), lambda done, total: None)
     engine = load_engine(settings, path)
-    top_ups = load_backup(settings, engine, lambda: backup_of(settings.model, settings.backup_draft), ngrams_of)
+    table = partial(ngrams_of, given=settings.ngrams)
+    top_ups = load_backup(settings, engine, lambda: backup_of(settings.model, settings.backup_draft), table)
     return Loaded(engine, vocabulary_of(path) if path is not None else None, top_ups)

@@ -2,11 +2,15 @@
 
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from paceline.cloud.backup import Ngram
+from paceline.cloud.engines.toy import ToyEngine
+from paceline.cloud.serve import check_engine, load_backup
+from paceline.cloud.settings import Settings
 from paceline.protocol.errors import PacelineError
 from paceline.protocol.guesses import Guesses
 from paceline.protocol.ngrams import IDEAS, SIZES, Gram, Ngrams, Trust
@@ -129,3 +133,25 @@ def test_the_shipped_table_is_found_by_what_its_tokens_mean(tmp_path: Path) -> N
     assert beside.after([1, 2, 3])[0][0] == 4
     with pytest.raises(PacelineError, match="another vocabulary"):
         ngrams_of(fingerprint, tmp_path / "draft.gguf")
+
+
+def test_a_verifier_takes_a_table_of_its_own_targets(tmp_path: Path) -> None:
+    made = tmp_path / "made.npz"
+    toy = ToyEngine()
+    counted(TEXTS, toy.vocabulary.fingerprint).save(made)
+    settings = Settings(engine="toy", backup="ngram", ngrams=made)
+    [top_up] = load_backup(settings, toy, lambda: tmp_path, partial(ngrams_of, given=settings.ngrams))
+    assert top_up.backup.begin([1, 2, 3], Sampling(), None).after(())[0][0] == 4
+    with pytest.raises(PacelineError, match="another vocabulary than the target"):
+        ngrams_of("other", given=made)
+    with pytest.raises(PacelineError, match=f"{shipped.NGRAMS} is not a usable table"):
+        ngrams_of("other", given=tmp_path)  # a folder without one
+    for backup in ("none", "draft"):
+        with pytest.raises(PacelineError, match="--ngrams is for --backup ngram or both"):
+            check_engine(Settings(engine="toy", backup=backup, ngrams=made))
+
+
+def test_a_target_without_a_table_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
+    [top_up] = load_backup(Settings(engine="toy", backup="ngram"), ToyEngine(), lambda: Path(), ngrams_of)
+    assert "`paceline draft ngrams` makes a table" in caplog.text
+    assert top_up.backup.begin([5, 1, 2, 9, 1, 2], Sampling(), None).after(())[0][0] == 9  # repeats all the same

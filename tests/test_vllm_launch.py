@@ -108,6 +108,7 @@ def test_the_command_carries_the_settings(tmp_path: Path) -> None:
         ({"keep_order": False}, "--keep-order"),
         ({"backup": "ngram"}, "--backup is"),
         ({"backup_draft": "small.gguf"}, "--backup-draft"),
+        ({"ngrams": "ngrams.npz"}, "--ngrams"),
         ({"otel": True}, "--otel"),
         ({"width": 0}, "--width"),
         ({"vllm_args": "--speculative-config={}"}, "--speculative-config"),

@@ -28,6 +28,7 @@ _FOREIGN = (
     "keep_order",
     "backup",
     "backup_draft",
+    "ngrams",
     "otel",
 )
 
