@@ -106,9 +106,8 @@ class Ngrams:
             if not all(_sound(gram) for gram in grams.values()):
                 raise ValueError("its arrays contradict each other")
         except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
-            raise PacelineError(
-                f"{path} is not a usable table of n-grams: {getattr(e, 'strerror', None) or e}. Make it with `paceline draft ngrams`."
-            ) from e
+            why = getattr(e, "strerror", None) or e
+            raise PacelineError(f"{path} is not a usable table of n-grams: {why}. Make it with `paceline draft ngrams`.") from e
         return cls(grams, vocabulary)
 
 
