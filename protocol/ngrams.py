@@ -107,7 +107,9 @@ class Ngrams:
                 raise ValueError("its arrays contradict each other")
         except (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error) as e:
             why = getattr(e, "strerror", None) or e
-            raise PacelineError(f"{path} is not a usable table of n-grams: {why}. Make it with `paceline draft ngrams`.") from e
+            raise PacelineError(
+                f"{path} is not a usable table of n-grams: {why}. Make it with `paceline draft ngrams`."
+            ) from e
         return cls(grams, vocabulary)
 
 
