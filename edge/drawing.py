@@ -90,7 +90,8 @@ def quantised(weight: Floats) -> Counts:
 
 def _draw(counts: Counts, drawing: Drawing) -> list[int]:
     """Indices drawn one after the other, without replacement, each in proportion to its count."""
-    left, picked = counts.copy(), list[int]()
+    left = counts.copy()
+    picked: list[int] = []
     while len(picked) < drawing.draws and (total := int(left.sum())):
         i = int(np.searchsorted(np.cumsum(left), drawing.random.integers(total), side="right"))
         picked.append(i)

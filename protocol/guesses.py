@@ -28,10 +28,10 @@ class Guesses:
 
     def after(self, path: Sequence[int]) -> list[tuple[int, float]]:
         """All that may follow the text and then `path`, and the chance of each; the likeliest first."""
-        chances = dict[int, float]()
+        chances: dict[int, float] = {}
         if (repeat := self._repeats.next(path)) is not None:
             chances[repeat[0]] = repeat[1]
         if self._table is not None:
-            for idea in self._table.after([*self._end, *path]):
+            for idea in self._table.after(path if len(path) >= SIZES[0] else [*self._end, *path]):
                 chances[idea[0]] = max(chances.get(idea[0], 0.0), self._trust.chance(idea))
         return sorted(chances.items(), key=lambda found: -found[1])
