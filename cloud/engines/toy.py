@@ -5,6 +5,7 @@ wrong bookkeeping shows as wrong text.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from paceline.cloud.engine import Logits, Work, walk
@@ -13,6 +14,7 @@ from paceline.protocol.errors import EngineError
 from paceline.protocol.vocabulary import Vocabulary
 
 ORDER = 3  # tokens that the next one depends on
+ROWS = 8192  # rows that are kept; the toy vocabulary's are 1,885
 
 
 class ToyEngine:
@@ -28,7 +30,6 @@ class ToyEngine:
         self.step_cost = [(1, 1e-4)]
         self._seed, self._sharpness = seed, sharpness
         self._sequences: dict[int, list[int]] = {}
-        self._rows: dict[tuple[int, ...], Logits] = {}  # seen so far; at most vocabulary_size ** ORDER
         self._next = 0
 
     def open(self, tokens: Sequence[int]) -> int:
@@ -47,12 +48,7 @@ class ToyEngine:
 
     def logits(self, sequence: Sequence[int]) -> Logits:
         """Logits [V] after `sequence`: a pure function of its last ORDER tokens."""
-        key = tuple(sequence[-ORDER:])
-        if key not in self._rows:
-            rng = np.random.default_rng([self._seed, *(t + 1 for t in key)])
-            self._rows[key] = (rng.standard_normal(self.vocabulary.size) * self._sharpness).astype(np.float32)
-            self._rows[key].flags.writeable = False
-        return self._rows[key]
+        return _row(self._seed, self._sharpness, self.vocabulary.size, tuple(sequence[-ORDER:]))
 
     def _verify(self, work: Work) -> Walk | EngineError | None:
         sequence = self._sequences[work.handle]
@@ -66,6 +62,15 @@ class ToyEngine:
         if isinstance(result, Walk):
             sequence.extend(work.plan.tokens[i] for i in result.accepted)
         return result
+
+
+@lru_cache(ROWS)
+def _row(seed: int, sharpness: float, size: int, end: tuple[int, ...]) -> Logits:
+    """Logits [size] after `end`. All engines of a process share them: each for itself would go on meeting new ends for hours."""
+    rng = np.random.default_rng([seed, *(t + 1 for t in end)])
+    logits = (rng.standard_normal(size) * sharpness).astype(np.float32)
+    logits.flags.writeable = False
+    return logits
 
 
 def toy_tokens(size: int) -> list[str]:
