@@ -161,8 +161,8 @@ class TopUp:
 
     def __init__(self, backup: Backup, length: int = 0) -> None:
         self.backup, self.length, self.record = backup, length, Record()
-        self._free = backup.seconds == 0
-        self._most = length or (BUSHY if self._free else LONGEST)
+        self.free = backup.seconds == 0  # then it has several ideas for a place, and is asked on the event loop
+        self._most = length or (BUSHY if self.free else LONGEST)
         # What it knows of each session's text, and how long that was.
         self._texts: WeakKeyDictionary[CloudSession, tuple[Follower, int]] = WeakKeyDictionary()
 
@@ -174,11 +174,11 @@ class TopUp:
         tree, text = session.tree, self._text(session)
         root, tip = tree.root, tree.tip()
         gain = 1.0
-        if not self._free:  # else nobody asks whether it pays
+        if not self.free:  # else nobody asks whether it pays
             gain += sum(map(math.exp, tree.reaches(tree.likeliest(width))))
         room = session.max_tokens - len(session.committed) - 1
         stubs = []
-        for node in (tip, root) if self._free and tip != root else (tip,):
+        for node in (tip, root) if self.free and tip != root else (tip,):
             path = tuple(tree.tokens(tree.path(node)))
             stubs.append(Stub(text, path, node, math.exp(tree.reach(node)), gain, room - len(path), least))
         return stubs
@@ -202,7 +202,7 @@ class TopUp:
         `sessions` are in the step: what is drafted for one keeps all of them waiting.
         """
         out: list[Drafted] = []
-        gain, spent, least = stub.gain, 0.0, max(stub.least, FAINT) if self._free else stub.least
+        gain, spent, least = stub.gain, 0.0, max(stub.least, FAINT) if self.free else stub.least
         trust, seconds = self.record.trust, self.backup.seconds
         heap = [(-stub.reach, -1, stub.path)]  # minus the chance to come by, place, path to there
         while heap:
@@ -216,7 +216,7 @@ class TopUp:
             for token, said in stub.text.after(path):
                 chance = min(max(trust * said, 1e-4), 0.999)
                 there = reach * chance
-                if token in stop_ids or (there <= least and self._free):
+                if token in stop_ids or (there <= least and self.free):
                     continue
                 if len(out) == self._most:
                     return out

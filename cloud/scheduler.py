@@ -203,7 +203,7 @@ class Scheduler:
     @property
     def drafts(self) -> bool:
         """Is something drafted here that takes time? Then it is not worth waiting for an edge's nodes."""
-        return any(top_up.backup.seconds > 0 for top_up in self._top_ups)
+        return not all(top_up.free for top_up in self._top_ups)
 
     @property
     def blocks(self) -> Blocks | None:
@@ -284,7 +284,7 @@ class Scheduler:
 
     async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
         """Draft for the sessions that are about to choose: for all, or for as many as that pays for, since they take turns."""
-        verify, free = max(self._cost(1), self.floor), top_up.backup.seconds == 0
+        verify, free = max(self._cost(1), self.floor), top_up.free
         begin = self._clock()
         enough, rate = begin + PONDERED * verify, sum([seat.pace for seat in seats]) / verify
         for seat in seats:
@@ -297,7 +297,7 @@ class Scheduler:
             stubs = top_up.look(session, self.width, self._least(seat))
             try:
                 work = partial(_draft, top_up, stubs, verify, session, len(seats))
-                chains = work() if top_up.backup.seconds == 0 else await self._run(work)
+                chains = work() if free else await self._run(work)
             except Exception:  # whatever a backup runs into ends it, not the sessions
                 log.exception("the backup failed; going on without it")
                 self._top_ups.remove(top_up)

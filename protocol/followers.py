@@ -48,10 +48,6 @@ class Followers:
             found = sorted(found, key=lambda f: (abs(f[0] - here), f[1], f[2]))
         return list(dict.fromkeys(token for _, _, token in found))[:most]
 
-    def likeliest(self, position: int, token: int) -> int | None:
-        """The first of `likely`; None: nothing was."""
-        return next(iter(self.chain(position, token, 1)), None)
-
     def chain(self, position: int, token: int, most: int, stops: AbstractSet[int] = frozenset()) -> list[int]:
         """The likeliest after `token`, which is at `position`, the likeliest after that, ...: `most`, or up to one of `stops`."""
         chain: list[int] = []

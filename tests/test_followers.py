@@ -17,10 +17,10 @@ def test_the_nearest_place_goes_first_and_of_equals_the_likeliest() -> None:
     assert found.likely(3, 7) == [11, 10, 12]
     assert found.likely(9, 7) == [12, 10, 11]
     assert found.likely(3, 8) == []
-    assert [found.likeliest(at, 7) for at in (3, 9)] == [11, 12]
-    assert found.likeliest(3, 8) is None
+    assert [found.chain(at, 7, 1) for at in (3, 9)] == [[11], [12]]
+    assert found.chain(3, 8, 1) == []
     found.note(4, (3, 7), 9, -0.1)  # as likely as 11
-    assert found.likeliest(3, 7) == found.likely(3, 7)[0] == 9
+    assert found.chain(3, 7, 1) == found.likely(3, 7)[:1] == [9]
     assert found.place(2) == (10, 12)
 
 
@@ -31,7 +31,7 @@ def test_the_likeliest_is_the_first_of_all_wherever_it_stands() -> None:
         for number in range(random.randrange(1, 20)):
             found.note(number, (random.randrange(12), 7), random.randrange(9), random.choice((-0.1, -0.5, -2.0)))
         for at in range(-1, 14):
-            assert found.likeliest(at, 7) == found.likely(at, 7)[0]
+            assert found.chain(at, 7, 1) == found.likely(at, 7)[:1]
 
 
 def test_what_follows_nothing_known_is_not_noted() -> None:
