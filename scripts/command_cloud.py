@@ -73,17 +73,16 @@ def cloud(
     Every option can be a variable too (PACELINE_CLOUD_DRAIN_TIMEOUT=60), or a line of a file (drain_timeout = 60).
     """
     import asyncio
-    from functools import partial
 
     from paceline.cloud.keys import Keys
     from paceline.cloud.logs import set_up
-    from paceline.cloud.serve import check_engine, load_backup, load_engine, serve
+    from paceline.cloud.serve import check_engine, load_engine, serve
     from paceline.cloud.server import tls_context
     from paceline.cloud.settings import Settings, effective, listing
     from paceline.protocol.errors import PacelineError
     from paceline.scripts.local import READY, when_stdin_ends
     from paceline.scripts.models import cache_folder, resolve
-    from paceline.scripts.pairs import backup_of, ngrams_of, vocabulary_of
+    from paceline.scripts.pairs import backups_of, vocabulary_of
     from paceline.scripts.progress import progress_bar
 
     given = {name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"}
@@ -116,8 +115,7 @@ def cloud(
         )
         typer.echo(f"paceline: {warning}", err=True)
     vocabulary = vocabulary_of(path) if path is not None else None
-    table = partial(ngrams_of, given=settings.ngrams)
-    top_ups = load_backup(settings, loaded, lambda: backup_of(settings.model, settings.backup_draft), table)
+    top_ups = backups_of(settings, loaded)
 
     def ready(address: str) -> None:
         print(f"{READY}{address}", flush=True)

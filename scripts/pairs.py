@@ -1,5 +1,6 @@
 """What the commands were given as target and draft, as files."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from paceline.scripts.models import Pair, cache_folder, pair_is_ready, resolve, 
 from paceline.scripts.progress import progress_bar
 
 if TYPE_CHECKING:
+    from paceline.cloud.backup import TopUp
+    from paceline.cloud.engine import Engine
+    from paceline.cloud.settings import Settings
     from paceline.protocol.ngrams import Ngrams
 
 
@@ -41,6 +45,14 @@ def backup_of(target: str, draft: str | None) -> Path:
     if draft is None and target not in PAIRS:
         raise PacelineError(f"no draft is known for {target}: name one with --backup-draft")
     return draft_of(target, draft)
+
+
+def backups_of(settings: "Settings", engine: "Engine") -> "list[TopUp]":
+    """What drafts beside the target of a verifier with these settings. Raises PacelineError."""
+    from paceline.cloud.serve import load_backup
+
+    draft, table = partial(backup_of, settings.model, settings.backup_draft), partial(ngrams_of, given=settings.ngrams)
+    return load_backup(settings, engine, draft, table)
 
 
 def ngrams_of(fingerprint: str, draft: Path | None = None, given: Path | None = None) -> "Ngrams | None":

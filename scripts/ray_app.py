@@ -8,12 +8,11 @@ The arguments are the settings of `paceline cloud` by their names, and the field
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.cloud.ray_serve import Loaded, Scale, verifiers
-from paceline.cloud.serve import load_backup, load_engine
+from paceline.cloud.serve import load_engine
 from paceline.cloud.settings import PREFIX, Settings, effective
 from paceline.protocol.errors import PacelineError
 from pydantic import TypeAdapter, ValidationError
@@ -45,12 +44,10 @@ def load(settings: Settings) -> Loaded:
     """On the replica's machine: fetch the models where they are not there, and load them."""
     from paceline.cloud.logs import set_up
     from paceline.scripts.models import cache_folder, resolve
-    from paceline.scripts.pairs import backup_of, ngrams_of, vocabulary_of
+    from paceline.scripts.pairs import backups_of, vocabulary_of
 
     set_up(settings.log_format, settings.log_level)
     toy = settings.engine == "toy"
     path = None if toy else resolve(settings.model, cache_folder(), lambda done, total: None)
     engine = load_engine(settings, path)
-    table = partial(ngrams_of, given=settings.ngrams)
-    top_ups = load_backup(settings, engine, lambda: backup_of(settings.model, settings.backup_draft), table)
-    return Loaded(engine, vocabulary_of(path) if path is not None else None, top_ups)
+    return Loaded(engine, vocabulary_of(path) if path is not None else None, backups_of(settings, engine))
