@@ -400,8 +400,8 @@ class Scheduler:
     def _account(self, batch: Sequence[tuple[Seat, Work]], step: float, spent: float) -> None:
         """A step took `step` seconds, `spent` of them in the engine."""
         rows, f = sum(len(w.tokens) + len(w.plan.nodes) for _, w in batch), self.figures
-        if all(work.choose for _, work in batch):
-            self._cost.learn(rows, spent)
+        read = sum(1 + len(w.plan.nodes) for _, w in batch if w.choose)
+        self._cost.learn(rows, spent, unread=rows - read)
         f.steps, f.rows = f.steps + 1, f.rows + rows
         f.step_seconds, f.engine_seconds = f.step_seconds + step, f.engine_seconds + spent
 

@@ -120,7 +120,8 @@ class Drafter:
         begin = self._clock()
         done = await self.run(lambda: self._work(calls, rows))
         if 0 < done.ran <= MAX_ROWS:
-            self.cost.learn(done.ran, self._clock() - begin)
+            read = sum(candidates is not None for candidates in done.found)
+            self.cost.learn(done.ran, self._clock() - begin, unread=done.ran - read)
         if done.ran:
             self._timeline.drafted(begin, done.ran)
         self.forward_seconds += done.forward

@@ -28,6 +28,7 @@ CAUTION = 0.05  # by so much rows must gain more than they cost, as gains and co
 OFF = 1.3  # a step is off if it takes so many times what is expected, or as much less
 SURE = 3.0  # where so many were seen
 ADRIFT = 3  # after so many steps off in the same way the whole curve moves
+UNREAD = 0.25  # of a step's rows: if no logits are read of more, it tells too little of rows that have some
 HICCUP = 2.0  # of what is expected where little was seen: more is not believed of one step; elsewhere, `OFF`
 NEWS = 0.005  # by so much a bin moves before the curve is fitted anew
 MIN_SECONDS = 1e-6
@@ -90,8 +91,13 @@ class StepCost:
         for rows, seconds in table:
             self._add(rows, max(seconds, MIN_SECONDS))
 
-    def learn(self, rows: int, seconds: float) -> None:
-        """A step took so long. A machine that is slowed down by its heat, or no longer is, is known within a few steps."""
+    def learn(self, rows: int, seconds: float, unread: int = 0) -> None:
+        """A step took so long. A machine that is slowed down by its heat, or no longer is, is known within a few steps.
+
+        unread: of the rows, those of which no logits are read, as a prompt's. They take less than those that are chosen here.
+        """
+        if unread > UNREAD * rows:
+            return
         seconds = max(seconds, MIN_SECONDS)
         expected = self(rows) if self._bins else seconds
         known = self._bins.get(_bin(rows))

@@ -76,6 +76,18 @@ def test_the_fit_is_the_best_there_is() -> None:
         assert abs(rise[x * size > 1e-9]).max(initial=0.0) < 1e-6  # nor what is used by changing
 
 
+def test_a_prompts_rows_say_nothing_of_others() -> None:
+    """They take a tenth here. A step with few of them is learnt from, as ever."""
+    cost = measured(line)
+    before = [cost(n) for n in (1, 2, 8, 60)]
+    for rows in range(30, 90):
+        cost.learn(rows, line(1) + 0.1 * (line(rows) - line(1)), unread=rows - 2)
+    assert [cost(n) for n in (1, 2, 8, 60)] == before
+    for _ in range(30):
+        cost.learn(8, 1.2 * line(8), unread=2)
+    assert cost(8) == pytest.approx(1.2 * line(8), rel=0.05)
+
+
 @pytest.mark.parametrize("truth", [roofline, bent, line])
 def test_a_knee_is_found_through_noise_and_hiccups(truth: Truth) -> None:
     random, cost = Random(1), measured(truth)

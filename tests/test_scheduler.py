@@ -38,9 +38,16 @@ class Recorder(ToyEngine):
 class Room:
     """A scheduler in virtual time with sessions in it."""
 
-    def __init__(self, engine: ToyEngine, floor: float = FLOOR, width: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: ToyEngine,
+        floor: float = FLOOR,
+        width: int | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.engine = engine
-        self.scheduler = Scheduler(engine, run_engine, asyncio.get_running_loop().time, width=width, floor=floor)
+        clock = clock or asyncio.get_running_loop().time
+        self.scheduler = Scheduler(engine, run_engine, clock, width=width, floor=floor)
         self.stepping = asyncio.create_task(self.scheduler.run())
         self.commits: dict[int, list[Commit]] = {}
         self.errors: list[ProtocolError] = []
@@ -156,6 +163,39 @@ def test_where_rows_cost_only_nodes_that_pay_go_along() -> None:
 
     assert run(main(0.01)) == 0
     assert run(main(0.0)) == 8
+
+
+class Priced(Recorder):
+    """Takes its time: a prompt's rows, of which no logits are read, take a tenth of the others'."""
+
+    step_cost = ((1, 0.031), (2, 0.055), (4, 0.103), (8, 0.2))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def verify(self, batch: Sequence[Work]) -> list[Walk | EngineError | None]:
+        read = sum(1 + len(w.plan.nodes) for w in batch if w.choose)
+        unread = sum(len(w.tokens) for w in batch) - sum(w.choose for w in batch)
+        self.now += 0.007 + 0.024 * read + 0.0024 * unread
+        return super().verify(batch)
+
+
+def test_prompts_do_not_make_nodes_look_cheap() -> None:
+    """A node would gain 0.69 of a step and take 0.77 of one. Prompts whose rows are cheap have been read in one step each."""
+
+    async def main() -> int:
+        engine = Priced()
+        room = Room(engine, floor=0.0, clock=lambda: engine.now)
+        for sid in range(12):
+            room.enter(sid, [n % 12 for n in range(40 + 10 * sid)], 8)
+            await asyncio.sleep(1)
+            assert room.commits[sid][-1].finish
+        drafted(room.enter(99), [5], 6)
+        await asyncio.sleep(1)
+        return room.commits[99][0].verified
+
+    assert run(main()) == 0
 
 
 def test_a_step_is_paced_to_the_floor() -> None:
