@@ -101,7 +101,7 @@ def load_backup(
         if (table := ngrams(engine.vocabulary.fingerprint)) is not None:
             table.check(engine.vocabulary)
         else:
-            log.warning(
+            log.info(
                 "nothing is known of what %s writes, so only what a text repeats is drafted: `paceline draft ngrams` makes"
                 " a table for --ngrams",
                 engine.name,
