@@ -100,7 +100,7 @@ def load_backup(
     if settings.backup in NGRAMS:
         if (table := ngrams(engine.vocabulary.fingerprint)) is not None:
             table.check(engine.vocabulary)
-        else:
+        elif settings.engine != "toy":  # for which nothing makes one
             log.info(
                 "nothing is known of what %s writes, so only what a text repeats is drafted: `paceline draft ngrams` makes"
                 " a table for --ngrams",
