@@ -248,7 +248,6 @@ class Scheduler:
 
     async def _step(self, seats: Sequence[Seat]) -> None:
         for top_up in tuple(self._top_ups):
-            self._catch_up()
             await self._grow(seats, top_up)
             seats = [s for s in seats if not s.gone]
         begin = self._clock()
@@ -285,8 +284,12 @@ class Scheduler:
     async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
         """Draft for the sessions that are about to choose: for all, or for as many as that pays for, since they take turns."""
         verify, free = max(self._cost(1), self.floor), top_up.free
+        rate = sum([seat.pace for seat in seats]) / verify
+        if free and not top_up.record.pays(rate):
+            return  # and what came of the last step is told beside this one, as ever
+        self._catch_up()
         begin = self._clock()
-        enough, rate = begin + PONDERED * verify, sum([seat.pace for seat in seats]) / verify
+        enough = begin + PONDERED * verify
         for seat in seats:
             if free and (begin > enough or not top_up.record.pays(rate)):
                 return

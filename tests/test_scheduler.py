@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import pytest
+from paceline.cloud.backup import Ngram, Record, TopUp
 from paceline.cloud.engine import Work
 from paceline.cloud.engines.toy import ToyEngine
 from paceline.cloud.scheduler import Scheduler, Seat
@@ -44,10 +45,11 @@ class Room:
         floor: float = FLOOR,
         width: int | None = None,
         clock: Callable[[], float] | None = None,
+        top_ups: Sequence[TopUp] = (),
     ) -> None:
         self.engine = engine
         clock = clock or asyncio.get_running_loop().time
-        self.scheduler = Scheduler(engine, run_engine, clock, width=width, floor=floor)
+        self.scheduler = Scheduler(engine, run_engine, clock, width=width, floor=floor, top_ups=top_ups)
         self.stepping = asyncio.create_task(self.scheduler.run())
         self.commits: dict[int, list[Commit]] = {}
         self.errors: list[ProtocolError] = []
@@ -196,6 +198,27 @@ def test_prompts_do_not_make_nodes_look_cheap() -> None:
         return room.commits[99][0].verified
 
     assert run(main()) == 0
+
+
+def test_a_backup_that_does_not_pay_leaves_the_telling_beside_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Record, "pays", lambda self, rate: False)
+
+    async def main(*top_ups: TopUp) -> list[int]:
+        told: list[int] = []
+
+        class Watched(Recorder):
+            def length(self, handle: int) -> int:  # asked as a step is planned
+                told.append(len(room.commits[1]))
+                return super().length(handle)
+
+        room = Room(Watched(), top_ups=top_ups)
+        room.enter(1)
+        await asyncio.sleep(1)
+        return told
+
+    without = run(main())
+    assert len(without) > 5
+    assert run(main(TopUp(Ngram()))) == without
 
 
 def test_a_step_is_paced_to_the_floor() -> None:
