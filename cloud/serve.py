@@ -100,8 +100,8 @@ def load_backup(
     if settings.backup in NGRAMS:
         if (table := ngrams(engine.vocabulary.fingerprint)) is not None:
             table.check(engine.vocabulary)
-        elif settings.engine != "toy":  # for which nothing makes one
-            log.info(
+        else:
+            log.warning(
                 "nothing is known of what %s writes, so only what a text repeats is drafted: `paceline draft ngrams` makes"
                 " a table for --ngrams",
                 engine.name,

@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     gpu_layers: int = 0
     width: Annotated[int, Field(ge=0)] | None = None
     verify_floor: Annotated[float, Field(ge=0, le=10)] = 0.0
-    backup: Literal["none", "ngram", "draft", "both"] = "ngram"  # what drafts where an edge's tree holds too little
+    backup: Literal["none", "ngram", "draft", "both"] = "none"  # what drafts where an edge's tree holds too little
     backup_draft: str | None = None  # the model of that draft; None: the one that goes with `model`
     ngrams: Path | None = (
         None  # what the target is known to write, for `backup`; None: as it ships, for a target that has one

@@ -31,7 +31,7 @@ def cloud(
     verify_floor: options.VerifyFloor = 0.0,
     backup: Annotated[
         str, typer.Option(help="What drafts here where an edge has sent too little: none, ngram, draft or both.")
-    ] = "ngram",
+    ] = "none",
     backup_draft: Annotated[
         str | None,
         typer.Option(help="The model of --backup draft or both; the one that goes with the target if not given."),

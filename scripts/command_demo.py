@@ -52,7 +52,6 @@ def demo(
     arguments += ["--exact"] if exact else []
     arguments += ["--quant", quant] if quant else []
     arguments += ["--width", str(width)] if width is not None else []
-    arguments += ["--backup", "none"]  # plain decoding is to be plain
     with local_verifier(arguments) as url:
         question = Question(prompt, params, max_tokens)
         vocabulary = vocabulary_of(files.target)

@@ -156,7 +156,7 @@ def test_a_real_verifier_runs_with_it(smollm2_path: Path, smollm2_draft_path: Pa
             assert agent.link.welcome is not None
             return tokens, agent.link.welcome.features
 
-    plain, _ = answered(["--backup", "none"])
+    plain, _ = answered([])
     tokens, features = answered(["--backup", "both", "--backup-draft", str(smollm2_draft_path)])
     assert tokens == plain
     assert BACKUP in features

@@ -152,7 +152,6 @@ def test_a_verifier_takes_a_table_of_its_own_targets(tmp_path: Path) -> None:
 
 
 def test_a_target_without_a_table_is_said_to_have_none(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    [top_up] = load_backup(Settings(), ToyEngine(), lambda: Path(), ngrams_of)
+    [top_up] = load_backup(Settings(engine="toy", backup="ngram"), ToyEngine(), lambda: Path(), ngrams_of)
     assert "`paceline draft ngrams` makes a table" in caplog.text
     assert top_up.backup.begin([5, 1, 2, 9, 1, 2], Sampling(), None).after(())[0][0] == 9  # repeats all the same

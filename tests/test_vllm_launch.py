@@ -106,7 +106,7 @@ def test_the_command_carries_the_settings(tmp_path: Path) -> None:
         ({"threads": 2}, "--threads"),
         ({"device": "cuda:1"}, "--device"),
         ({"keep_order": False}, "--keep-order"),
-        ({"backup": "both"}, "--backup is"),
+        ({"backup": "ngram"}, "--backup is"),
         ({"backup_draft": "small.gguf"}, "--backup-draft"),
         ({"ngrams": "ngrams.npz"}, "--ngrams"),
         ({"otel": True}, "--otel"),

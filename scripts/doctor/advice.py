@@ -82,7 +82,7 @@ def _on_speed(speeds: Mapping[str, float] | None) -> Iterator[str]:
         yield (
             "Drafting here gains less than it costs: the agent will mostly leave it, and you see the verifier's own speed. "
             "--power low saves the energy as well; a faster draft or a slower verifier would change that. "
-            "What a verifier drafts by itself (--backup ngram, its default) comes on top, with no draft here."
+            "A verifier that runs with --backup ngram is faster without any draft."
         )
     elif best not in ("stream", "ar"):
         yield f"--policy {best} would be faster here than stream, by {100 * (speeds[best] / speeds['stream'] - 1):.0f} %."

@@ -14,7 +14,6 @@ from paceline.protocol.sampling import Sampling
 from paceline.scripts.models import cache_folder
 
 TOKENS = 24
-PROMPT = "Tell a story of a lighthouse."  # not what repeats itself: a verifier drafts that by itself, and its steps are wider
 
 
 def measured(address: Address, vocabulary: Path) -> tuple[float, float]:
@@ -24,7 +23,7 @@ def measured(address: Address, vocabulary: Path) -> tuple[float, float]:
 
 async def _measure(address: Address, vocabulary: Path) -> tuple[float, float]:
     text = Text(vocabulary)
-    prompt, steps = tuple(text.prompt([{"role": "user", "content": PROMPT}])), list[float]()
+    prompt, steps = tuple(text.prompt([{"role": "user", "content": "Count from one to fifty."}])), list[float]()
     async with running_agent(
         Settings((address,), vocabulary, None, cache_folder(), attempts=3), text, policy("ar")
     ) as agent:

@@ -2,12 +2,11 @@
 
 The verifier is the real one (connections, sessions, scheduler, limits) on a recorded target whose step takes `verify` seconds;
 the edges are recorded: each keeps a chain of drafted nodes ahead of the text, right with the chance `agree` a node, and answers
-every commit. As by default, the verifier drafts from n-grams as long as that pays. A session's fair share is what the same edge
-gets alone on a verifier with its part of the width.
+every commit. A session's fair share is what the same edge gets alone on a verifier with its part of the width.
 
 Times of the timeline are virtual. What the server itself costs is measured, as CPU seconds of its own code: between two steps,
-where the engine waits for it (texts grow, n-grams are looked up, nodes are chosen), and beside one, while the engine works
-(commits are told and learned from, frames are read). Sockets are not in it.
+where the engine waits for it (texts grow, nodes are chosen), and beside one, while the engine works (commits are told and
+learned from, frames are read). Sockets are not in it.
 """
 
 import asyncio
@@ -22,7 +21,6 @@ from random import Random
 from typing import Annotated
 
 import typer
-from paceline.cloud.backup import Ngram, TopUp
 from paceline.cloud.connection import Connection, House
 from paceline.cloud.engine import Work
 from paceline.cloud.engines.replay import ReplayEngine
@@ -88,10 +86,7 @@ class Clocked(Scheduler):
     def begin(self) -> None:
         self.own: list[float] = []  # between steps
         self.told = self.frames = 0.0  # while the engine works
-        self._looking = 0.0  # for who may begin a step, the last time, and what to draft for them
-        self._thinking: float | None = None  # since when a backup thinks, which takes none of a virtual clock's time
-        clock = self._clock
-        self._clock = lambda: clock() + (0.0 if self._thinking is None else time.thread_time() - self._thinking)
+        self._looking = 0.0  # for who may begin a step, the last time
 
     def _due(self) -> tuple[list[Seat], float]:
         begin = time.thread_time()
@@ -99,15 +94,6 @@ class Clocked(Scheduler):
             return super()._due()
         finally:
             self._looking = time.thread_time() - begin
-
-    async def _grow(self, seats: Sequence[Seat], top_up: TopUp) -> None:
-        assert top_up.free, "else it waits in here for a thread"
-        self._thinking = time.thread_time()
-        try:
-            await super()._grow(seats, top_up)
-        finally:
-            self._looking += time.thread_time() - self._thinking
-            self._thinking = None
 
     def _plan(self, seats: Sequence[Seat]) -> list[tuple[Seat, Work]]:
         begin = time.thread_time()
@@ -214,7 +200,7 @@ async def _run(setting: Setting, who: Sequence[int]) -> tuple[Clocked, list[Reco
         (text[:1], Sampling()): text[1:] for text in texts.values()
     }
     engine = ReplayEngine("words", vocabulary, recordings, context=length + 16, max_width=setting.width)
-    scheduler = Clocked(engine, run_engine, clock, floor=setting.verify, top_ups=[TopUp(Ngram())])
+    scheduler = Clocked(engine, run_engine, clock, floor=setting.verify)
     scheduler.begin()
     bounds = Bounds(slots=setting.sessions, messages_a_second=1e6)
     house = House(scheduler, engine.name, vocabulary, engine.context, clock=clock, bounds=bounds)
